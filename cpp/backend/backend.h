@@ -1,14 +1,16 @@
 // The op table: everything that a device does for the model, the drafters and the round.
 //
-// One class, one method an op, one parameter struct per op with the shape of every pointer. Pointers named here are *device*
-// pointers: host code allocates, uploads and downloads through the same interface and never dereferences them. Ops are
-// ordered on one stream; `synchronize` waits for it. Nothing here knows a model: sizes come with each call.
+// One class, one method an op, one parameter struct per op with the shape of every pointer. Pointers named
+// here are *device* pointers: host code allocates, uploads and downloads through the same interface and never
+// dereferences them. Ops are ordered on one stream; `synchronize` waits for it. Nothing here knows a model:
+// sizes come with each call.
 //
-// Row purity (law 1) holds for every op: row i of an output is a function of row i's inputs, of the weights and of constants;
-// never of `rows`, of other rows, of padding, of threads or SMs. docs/numerics.md fixes each op's order of operations.
+// Row purity (law 1) holds for every op: row i of an output is a function of row i's inputs, of the weights
+// and of constants; never of `rows`, of other rows, of padding, of threads or SMs. docs/numerics.md fixes
+// each op's order of operations.
 //
-// Activations are float32 on the CPU; `activation_dtype()` says what a backend uses. Pointers to activations are `float*`
-// where every backend uses float32, and `void*` where the element type is `activation_dtype()`.
+// Activations are float32 on the CPU; `activation_dtype()` says what a backend uses. Pointers to activations
+// are `float*` where every backend uses float32, and `void*` where the element type is `activation_dtype()`.
 #pragma once
 
 #include <cstddef>
@@ -23,19 +25,21 @@
 
 namespace kdt {
 
-// ---------------------------------------------------------------------------------------------------------------- weights
+// ----------------------------------------------------------------------------------------------------------------
+// weights
 
 enum class WeightKind : uint8_t { f32, bf16, w4a16 };
 
-// A matrix [out, in] in host memory as files store it, row-major. For w4a16 `data` is int32 [out, in / 8], eight nibbles a
-// word along the input dimension, lowest nibble first, value = (nibble - 8) * scale; `scales` is [out, in / 32].
+// A matrix [out, in] in host memory as files store it, row-major. For w4a16 `data` is int32 [out, in / 8],
+// eight nibbles a word along the input dimension, lowest nibble first, value = (nibble - 8) * scale; `scales`
+// is [out, in / 32].
 struct HostMatrix {
     WeightKind kind = WeightKind::f32;
     int out = 0;
     int in = 0;
     const void* data = nullptr;
-    const void* scales = nullptr;         // w4a16 only
-    DType scale_dtype = DType::f32;       // f32 or bf16
+    const void* scales = nullptr;    // w4a16 only
+    DType scale_dtype = DType::f32;  // f32 or bf16
 };
 
 // A matrix in the backend's own layout. Owned by the backend that uploaded it, for the backend's lifetime.
@@ -57,10 +61,12 @@ struct ExpertSet {
     const void* table = nullptr;
 };
 
-// ---------------------------------------------------------------------------------------------------------------- rows
+// ----------------------------------------------------------------------------------------------------------------
+// rows
 
-// How many rows an op runs over. `capacity` is what the launch is shaped for; `*live` (a device scalar, <= capacity) is how
-// many exist. Rows past `*live` are padding: they read nothing, choose no expert and write nothing.
+// How many rows an op runs over. `capacity` is what the launch is shaped for; `*live` (a device scalar, <=
+// capacity) is how many exist. Rows past `*live` are padding: they read nothing, choose no expert and write
+// nothing.
 struct Rows {
     int capacity = 0;
     const int32_t* live = nullptr;
@@ -68,8 +74,9 @@ struct Rows {
 
 // What a row is (law 3): device arrays of `Rows::capacity` entries each.
 //   A prompt row writes its latent straight to its page and sees `prefix` = position + 1 committed positions.
-//   A tree row writes its latent to scratch row i (its own row number), sees the committed `prefix` (the same for the whole
-//   tree) and then `ancestors[i][0 .. ancestor_count[i])`, scratch rows from the root down to itself.
+//   A tree row writes its latent to scratch row i (its own row number), sees the committed `prefix` (the same
+//   for the whole tree) and then `ancestors[i][0 .. ancestor_count[i])`, scratch rows from the root down to
+//   itself.
 struct RowBatch {
     int32_t* token = nullptr;           // [R] token id
     int32_t* sequence = nullptr;        // [R] row of the page table
@@ -79,7 +86,8 @@ struct RowBatch {
     int32_t* ancestors = nullptr;       // [R, kMaxAncestors] scratch rows, root first, itself last
 };
 
-// The latent cache of one layer. Position p of sequence s lives in page page_table[s, p / kPageSize], slot p % kPageSize.
+// The latent cache of one layer. Position p of sequence s lives in page page_table[s, p / kPageSize], slot p
+// % kPageSize.
 struct LatentCache {
     void* pages = nullptr;                // [page_count, kPageSize, latent + rope], dtype of the cache
     void* scratch = nullptr;              // [scratch rows, latent + rope]
@@ -88,7 +96,8 @@ struct LatentCache {
     int pages_per_sequence = 0;
 };
 
-// ---------------------------------------------------------------------------------------------------------------- model ops
+// ----------------------------------------------------------------------------------------------------------------
+// model ops
 
 struct EmbedArgs {  // y[i] = table[token[i]], widened to the residual's dtype
     Rows rows;
@@ -99,20 +108,20 @@ struct EmbedArgs {  // y[i] = table[token[i]], widened to the residual's dtype
 
 struct RmsNormArgs {  // y[i] = x[i] * rsqrt(mean(x[i]^2) + eps) * weight
     Rows rows;
-    const float* x;       // [R, x_stride], the first `width` of each row
+    const float* x;  // [R, x_stride], the first `width` of each row
     int x_stride;
     const float* weight;  // [width]
     float eps;
     int width;
-    float* y;             // [R, width]; may be x when x_stride == width
+    float* y;  // [R, width]; may be x when x_stride == width
 };
 
 struct LinearArgs {  // y[i] = x[i] . w^T, or y[i] += x[i] . w^T
     Rows rows;
-    const float* x;  // [R, w.in]
-    Weight w;        // [out, in]
-    float* y;        // [R, w.out]
-    bool accumulate; // add to y (the residual stream) instead of writing it
+    const float* x;   // [R, w.in]
+    Weight w;         // [out, in]
+    float* y;         // [R, w.out]
+    bool accumulate;  // add to y (the residual stream) instead of writing it
 };
 
 struct GatedLinearArgs {  // y[i] = silu(x[i] . gate^T) * (x[i] . up^T)
@@ -123,8 +132,8 @@ struct GatedLinearArgs {  // y[i] = silu(x[i] . gate^T) * (x[i] . up^T)
     float* y;        // [R, out]
 };
 
-// RoPE reads angles from a table: cos and sin of position p, pair j at [p, j]. `interleaved` pairs (2j, 2j + 1); otherwise
-// pairs (j, j + rope / 2). The result stays in the stored order, for q and k alike.
+// RoPE reads angles from a table: cos and sin of position p, pair j at [p, j]. `interleaved` pairs (2j, 2j +
+// 1); otherwise pairs (j, j + rope / 2). The result stays in the stored order, for q and k alike.
 struct RopeTable {
     const float* cos = nullptr;  // [positions, rope / 2]
     const float* sin = nullptr;  // [positions, rope / 2]
@@ -133,7 +142,8 @@ struct RopeTable {
     bool interleaved = true;
 };
 
-struct WriteLatentArgs {  // cache <- [rms_norm(ckv[:latent]) | rope(ckv[latent:])], rounded to the cache's dtype once
+struct WriteLatentArgs {  // cache <- [rms_norm(ckv[:latent]) | rope(ckv[latent:])], rounded to the cache's
+                          // dtype once
     Rows rows;
     RowBatch batch;
     const float* ckv;     // [R, latent + rope]
@@ -146,30 +156,30 @@ struct WriteLatentArgs {  // cache <- [rms_norm(ckv[:latent]) | rope(ckv[latent:
 
 struct AbsorbQueryArgs {  // out[i, h] = [q_nope[i, h] . key_up[h] | rope(q_rope[i, h])]
     Rows rows;
-    RowBatch batch;        // positions
-    const float* q;        // [R, heads, nope + rope]
-    Weight key_up;         // [heads * latent, nope]: row h * latent + c holds kv_b's K rows of head h, transposed
+    RowBatch batch;  // positions
+    const float* q;  // [R, heads, nope + rope]
+    Weight key_up;   // [heads * latent, nope]: row h * latent + c holds kv_b's K rows of head h, transposed
     int heads, nope, latent;
     RopeTable rope;
-    float* out;            // [R, heads, latent + rope]
+    float* out;  // [R, heads, latent + rope]
 };
 
 struct AttendArgs {  // softmax over the row's virtual key sequence: committed prefix, then ancestors by depth
     Rows rows;
     RowBatch batch;
-    const float* q;     // [R, heads, latent + rope]
+    const float* q;  // [R, heads, latent + rope]
     LatentCache cache;
     int heads, latent, rope;
-    float scale;        // of q . k
-    float* out;         // [R, heads, latent]
+    float scale;  // of q . k
+    float* out;   // [R, heads, latent]
 };
 
 struct ProjectValueArgs {  // out[i, h] = o[i, h] . value_up[h]^T
     Rows rows;
-    const float* o;        // [R, heads, latent]
-    Weight value_up;       // [heads * v, latent]: row h * v + j
+    const float* o;   // [R, heads, latent]
+    Weight value_up;  // [heads * v, latent]: row h * v + j
     int heads, latent, v;
-    float* out;            // [R, heads * v]
+    float* out;  // [R, heads * v]
 };
 
 enum class Scoring : uint8_t { sigmoid_noaux_tc, softmax_greedy };
@@ -183,42 +193,45 @@ struct RouteArgs {  // top-k experts of each row, best first; ties: lower id
     int top_k, groups, top_groups;  // groups = 1: no group step
     bool normalize;                 // divide by (sum + 1e-20)
     float scaling;                  // routed_scaling_factor, applied last, always
-    int32_t* expert;    // [R, top_k]
-    float* weight;      // [R, top_k]
+    int32_t* expert;                // [R, top_k]
+    float* weight;                  // [R, top_k]
 };
 
-struct ExpertsArgs {  // y[i] += (sum over slots, in slot order, of weight * down(silu(gate x) * up x)) + shared[i]
+struct ExpertsArgs {  // y[i] += (sum over slots, in slot order, of weight * down(silu(gate x) * up x)) +
+                      // shared[i]
     Rows rows;
-    const float* x;         // [R, hidden]
+    const float* x;  // [R, hidden]
     ExpertSet experts;
     const int32_t* expert;  // [R, top_k]
     const float* weight;    // [R, top_k]
     int top_k;
-    const float* shared;    // [R, hidden], output of the shared expert; may be null
-    float* y;               // [R, hidden] residual stream
+    const float* shared;  // [R, hidden], output of the shared expert; may be null
+    float* y;             // [R, hidden] residual stream
 };
 
-struct GatherRowsArgs {  // y[j] = x[index[j]]
-    Rows rows;              // of y
-    const int32_t* index;   // [rows]
-    const float* x;         // [*, width]
+struct GatherRowsArgs {    // y[j] = x[index[j]]
+    Rows rows;             // of y
+    const int32_t* index;  // [rows]
+    const float* x;        // [*, width]
     int width;
-    float* y;               // [rows, y_stride]
+    float* y;  // [rows, y_stride]
     int y_stride;
 };
 
-// ---------------------------------------------------------------------------------------------------------------- draft ops
+// ----------------------------------------------------------------------------------------------------------------
+// draft ops
 
-// A Proposal on the device. A table of per-position distributions and any number of weighted paths; either may be empty.
+// A Proposal on the device. A table of per-position distributions and any number of weighted paths; either
+// may be empty.
 struct ProposalArrays {
-    int32_t* table_depth = nullptr;   // scalar: L, positions in use (<= kMaxTableDepth)
-    int32_t* table_token = nullptr;   // [kMaxTableDepth, table_width]
-    float* table_logp = nullptr;      // [kMaxTableDepth, table_width], each row in descending order
-    int table_width = 0;              // K <= kMaxTableWidth
-    int32_t* path_count = nullptr;    // scalar
-    int32_t* path_length = nullptr;   // [max_paths]
-    int32_t* path_token = nullptr;    // [max_paths, kMaxDepth]
-    float* path_logp = nullptr;       // [max_paths, kMaxDepth] log-probability of each step
+    int32_t* table_depth = nullptr;  // scalar: L, positions in use (<= kMaxTableDepth)
+    int32_t* table_token = nullptr;  // [kMaxTableDepth, table_width]
+    float* table_logp = nullptr;     // [kMaxTableDepth, table_width], each row in descending order
+    int table_width = 0;             // K <= kMaxTableWidth
+    int32_t* path_count = nullptr;   // scalar
+    int32_t* path_length = nullptr;  // [max_paths]
+    int32_t* path_token = nullptr;   // [max_paths, kMaxDepth]
+    float* path_logp = nullptr;      // [max_paths, kMaxDepth] log-probability of each step
     int max_paths = 0;
 };
 
@@ -232,29 +245,31 @@ struct TreeArrays {
     double* weight = nullptr;   // [kMaxTreeRows] sum of log-probabilities; 0 for the root
 };
 
-struct BuildTreeArgs {  // best-first over the union of the table's and the paths' prefixes (design: ddtree/build.h)
+struct BuildTreeArgs {  // best-first over the union of the table's and the paths' prefixes (design:
+                        // ddtree/build.h)
     ProposalArrays proposal;
-    int budget;               // nodes at most
-    int max_depth;            // of a node
-    const int32_t* root;      // scalar: token of the root
+    int budget;           // nodes at most
+    int max_depth;        // of a node
+    const int32_t* root;  // scalar: token of the root
     TreeArrays tree;
 };
 
 struct TreeRowsArgs {  // rows of the first min(*nodes, *tree.count) + 1 nodes
     TreeArrays tree;
-    const int32_t* nodes;     // scalar: the budget's choice n
+    const int32_t* nodes;  // scalar: the budget's choice n
     int32_t sequence;
-    const int32_t* start;     // scalar: committed length = position of the root
+    const int32_t* start;  // scalar: committed length = position of the root
     RowBatch batch;
-    int32_t* live;            // scalar out: rows
+    int32_t* live;  // scalar out: rows
 };
 
-struct TopKArgs {  // top-k log-probabilities (log-softmax over the full row, temperature 1), descending, ties: lower id
+struct TopKArgs {  // top-k log-probabilities (log-softmax over the full row, temperature 1), descending,
+                   // ties: lower id
     Rows rows;
     const float* logits;  // [R, vocab]
     int vocab, k;
-    int32_t* token;       // [R, k]
-    float* logp;          // [R, k]
+    int32_t* token;  // [R, k]
+    float* logp;     // [R, k]
 };
 
 struct SampleParams {
@@ -263,16 +278,17 @@ struct SampleParams {
     float top_p = 1.0f;        // 1: off
     float min_p = 0.0f;        // 0: off
     uint64_t seed = 0;
-    uint32_t choice = 0;       // index of the choice within one request
+    uint32_t choice = 0;  // index of the choice within one request
 };
 
-struct SelectArgs {  // the token that the target emits after each row; -1 where the row's logits hold a NaN or no finite value
+struct SelectArgs {  // the token that the target emits after each row; -1 where the row's logits hold a NaN
+                     // or no finite value
     Rows rows;
-    const float* logits;      // [R, vocab]
+    const float* logits;  // [R, vocab]
     int vocab;
     const int32_t* position;  // [R] of the row; the emitted token's position is one more
     SampleParams sample;
-    int32_t* token;           // [R]
+    int32_t* token;  // [R]
 };
 
 struct AcceptArgs {  // walk from the root while the target's token is a child
@@ -284,27 +300,30 @@ struct AcceptArgs {  // walk from the root while the target's token is a child
     int32_t* emitted;         // [kMaxTreeRows] out: tokens: path[1..] and the bonus; `length` of them
 };
 
-struct CommitArgs {  // scratch latents of rows[j] -> position start + j of the sequence, for one layer
+struct CommitArgs {         // scratch latents of rows[j] -> position start + j of the sequence, for one layer
     const int32_t* length;  // scalar: rows to keep
     const int32_t* path;    // [kMaxTreeRows] scratch rows
     const int32_t* start;   // scalar: first position
     int32_t sequence;
-    int width;              // latent + rope
+    int width;  // latent + rope
     LatentCache cache;
 };
 
-// ---------------------------------------------------------------------------------------------------------------- backend
+// ----------------------------------------------------------------------------------------------------------------
+// backend
 
 class Backend {
   public:
     virtual ~Backend() = default;
 
-    virtual std::string name() const = 0;         // "cpu" or "cuda"
-    virtual std::string description() const = 0;  // device, instruction set, threads: for people and for records
+    virtual std::string name() const = 0;  // "cpu" or "cuda"
+    virtual std::string description()
+        const = 0;  // device, instruction set, threads: for people and for records
     virtual DType activation_dtype() const = 0;
     virtual DType cache_dtype() const = 0;
 
-    // Memory. `what` names the buffer in the out-of-memory message. Fresh memory is filled with 0xFF bytes (NaN) in tests.
+    // Memory. `what` names the buffer in the out-of-memory message. Fresh memory is filled with 0xFF bytes
+    // (NaN) in tests.
     virtual void* allocate(size_t bytes, const char* what) = 0;
     virtual void release(void* pointer) = 0;
     virtual void upload(void* device, const void* host, size_t bytes) = 0;
@@ -312,14 +331,16 @@ class Backend {
     virtual void fill(void* device, int byte, size_t bytes) = 0;
     virtual void synchronize() = 0;
 
-    // Weights: checked here (NaN or infinite scales are refused, `name` says where), repacked once, owned by the backend.
+    // Weights: checked here (NaN or infinite scales are refused, `name` says where), repacked once, owned by
+    // the backend.
     virtual Weight upload_matrix(const HostMatrix& matrix, const std::string& name) = 0;
     virtual const float* upload_vector(std::span<const float> values, const std::string& name) = 0;
     virtual ExpertSet make_experts(std::span<const Weight> gate, std::span<const Weight> up,
                                    std::span<const Weight> down, const std::string& name) = 0;
     virtual size_t weight_bytes() const = 0;
 
-    // Scratch that ops need for at most `rows` rows of this model's widths is taken once, by name, at executor creation.
+    // Scratch that ops need for at most `rows` rows of this model's widths is taken once, by name, at
+    // executor creation.
     struct WorkspaceSizes {
         int rows, hidden, heads, latent, rope, top_k, experts, intermediate, vocab;
     };
@@ -382,8 +403,8 @@ class Buffer {
 };
 
 struct CpuOptions {
-    int threads = 0;   // 0: one per core that the process may use
-    std::string isa;   // "" or "auto": the best the machine has; "portable", "avx2", "avx512": insist
+    int threads = 0;  // 0: one per core that the process may use
+    std::string isa;  // "" or "auto": the best the machine has; "portable", "avx2", "avx512": insist
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);

@@ -11,25 +11,36 @@ enum class DType : uint8_t { f64 = 1, f32 = 2, f16 = 3, bf16 = 4, i64 = 5, i32 =
 inline size_t dtype_size(DType dtype) {
     switch (dtype) {
         case DType::f64:
-        case DType::i64: return 8;
+        case DType::i64:
+            return 8;
         case DType::f32:
-        case DType::i32: return 4;
+        case DType::i32:
+            return 4;
         case DType::f16:
-        case DType::bf16: return 2;
-        case DType::u8: return 1;
+        case DType::bf16:
+            return 2;
+        case DType::u8:
+            return 1;
     }
     return 0;
 }
 
 inline const char* dtype_name(DType dtype) {
     switch (dtype) {
-        case DType::f64: return "f64";
-        case DType::f32: return "f32";
-        case DType::f16: return "f16";
-        case DType::bf16: return "bf16";
-        case DType::i64: return "i64";
-        case DType::i32: return "i32";
-        case DType::u8: return "u8";
+        case DType::f64:
+            return "f64";
+        case DType::f32:
+            return "f32";
+        case DType::f16:
+            return "f16";
+        case DType::bf16:
+            return "bf16";
+        case DType::i64:
+            return "i64";
+        case DType::i32:
+            return "i32";
+        case DType::u8:
+            return "u8";
     }
     return "?";
 }

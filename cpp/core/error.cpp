@@ -21,14 +21,22 @@ std::string vformat(const char* format, va_list args) {
 
 const char* error_code_name(ErrorCode code) {
     switch (code) {
-        case ErrorCode::invalid_argument: return "invalid_argument";
-        case ErrorCode::bad_file: return "bad_file";
-        case ErrorCode::bad_model: return "bad_model";
-        case ErrorCode::unsupported: return "unsupported";
-        case ErrorCode::out_of_memory: return "out_of_memory";
-        case ErrorCode::not_finite: return "not_finite";
-        case ErrorCode::io: return "io";
-        case ErrorCode::internal: return "internal";
+        case ErrorCode::invalid_argument:
+            return "invalid_argument";
+        case ErrorCode::bad_file:
+            return "bad_file";
+        case ErrorCode::bad_model:
+            return "bad_model";
+        case ErrorCode::unsupported:
+            return "unsupported";
+        case ErrorCode::out_of_memory:
+            return "out_of_memory";
+        case ErrorCode::not_finite:
+            return "not_finite";
+        case ErrorCode::io:
+            return "io";
+        case ErrorCode::internal:
+            return "internal";
     }
     return "unknown";
 }

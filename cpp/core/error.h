@@ -8,13 +8,13 @@ namespace kdt {
 
 enum class ErrorCode {
     invalid_argument,  // the caller's value is out of range, or two values contradict each other
-    bad_file,          // a file that fails a check; the message names file, field, value and what was expected
-    bad_model,         // a tensor or config field that is missing, unknown, or of the wrong shape or dtype
-    unsupported,       // well-formed, but this build, backend or device cannot do it
-    out_of_memory,     // memory, KV pages or context: the message has the numbers
-    not_finite,        // NaN or infinity where the result would depend on it
-    io,                // the operating system said no
-    internal,          // a bug of ours
+    bad_file,       // a file that fails a check; the message names file, field, value and what was expected
+    bad_model,      // a tensor or config field that is missing, unknown, or of the wrong shape or dtype
+    unsupported,    // well-formed, but this build, backend or device cannot do it
+    out_of_memory,  // memory, KV pages or context: the message has the numbers
+    not_finite,     // NaN or infinity where the result would depend on it
+    io,             // the operating system said no
+    internal,       // a bug of ours
 };
 
 const char* error_code_name(ErrorCode code);

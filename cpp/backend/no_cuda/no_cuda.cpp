@@ -5,9 +5,12 @@
 namespace kdt {
 
 std::unique_ptr<Backend> make_cuda_backend(const CudaOptions&) {
-    fail(ErrorCode::unsupported, "this kdtree-engine was built without CUDA; build it with KDTREE_CUDA=ON or use --device cpu");
+    fail(ErrorCode::unsupported,
+         "this kdtree-engine was built without CUDA; build it with KDTREE_CUDA=ON or use --device cpu");
 }
 
-bool built_with_cuda() { return false; }
+bool built_with_cuda() {
+    return false;
+}
 
 }  // namespace kdt
