@@ -2,7 +2,7 @@
 # -ffp-contract=off: an fma happens where the source says so and nowhere else (docs/numerics.md).
 add_library(kdt_options INTERFACE)
 target_compile_options(kdt_options INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -ffp-contract=off -fno-math-errno>)
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off -fno-math-errno>)
 target_include_directories(kdt_options INTERFACE ${CMAKE_SOURCE_DIR}/cpp)
 find_package(Threads REQUIRED)
 target_link_libraries(kdt_options INTERFACE Threads::Threads)
