@@ -330,6 +330,8 @@ class Backend {
     virtual void download(void* host, const void* device, size_t bytes) = 0;
     virtual void fill(void* device, int byte, size_t bytes) = 0;
     virtual void synchronize() = 0;
+    // Bytes that `allocate` can still hand out, as far as the device tells.
+    virtual size_t memory_available() const { return SIZE_MAX; }
 
     // Weights: checked here (NaN or infinite scales are refused, `name` says where), repacked once, owned by
     // the backend.

@@ -1,0 +1,42 @@
+#include "engine/engine.h"
+
+#include "core/error.h"
+
+namespace kdt {
+
+std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
+    if (options.device == "cpu") {
+        CpuOptions cpu;
+        cpu.threads = options.threads;
+        cpu.isa = options.isa;
+        return make_cpu_backend(cpu);
+    }
+    CudaOptions cuda;
+    if (options.device.rfind("cuda:", 0) == 0) {
+        const std::string number = options.device.substr(5);
+        if (number.empty() || number.size() > 3 ||
+            number.find_first_not_of("0123456789") != std::string::npos)
+            fail(ErrorCode::invalid_argument, "device is '%s'; expected cpu, cuda or cuda:N",
+                 options.device.c_str());
+        cuda.device = std::stoi(number);
+    } else if (options.device != "cuda") {
+        fail(ErrorCode::invalid_argument, "device is '%s'; expected cpu, cuda or cuda:N",
+             options.device.c_str());
+    }
+    return make_cuda_backend(cuda);
+}
+
+EngineBuilder::EngineBuilder(const std::map<std::string, double>& config, const DeviceOptions& options) {
+    const ModelConfig checked = ModelConfig::from_fields(config);
+    engine_.reset(new Engine(make_backend(options), checked));
+    loader_ = std::make_unique<WeightLoader>(engine_->config(), engine_->backend());
+}
+
+std::shared_ptr<const Engine> EngineBuilder::finish() {
+    if (!loader_) fail(ErrorCode::invalid_argument, "this builder has already made its engine");
+    engine_->weights_ = loader_->finish();
+    loader_.reset();
+    return std::move(engine_);
+}
+
+}  // namespace kdt

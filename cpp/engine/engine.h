@@ -1,0 +1,55 @@
+// Engine: an immutable model on one device. Everything that changes while text is generated lives in
+// executors and sessions.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "backend/backend.h"
+#include "model/config.h"
+#include "model/weights.h"
+
+namespace kdt {
+
+// "cpu", "cuda" or "cuda:N".
+struct DeviceOptions {
+    std::string device = "cpu";
+    int threads = 0;  // CPU: 0 for one per usable core
+    std::string isa;  // CPU: "" for the best
+};
+
+std::unique_ptr<Backend> make_backend(const DeviceOptions& options);
+
+class Engine {
+  public:
+    const ModelConfig& config() const { return config_; }
+    const ModelWeights& weights() const { return weights_; }
+    // Ops are ordered on the backend's one stream, so executors of one engine take turns; one thread at a
+    // time may use them.
+    Backend& backend() const { return *backend_; }
+
+  private:
+    friend class EngineBuilder;
+    Engine(std::unique_ptr<Backend> backend, const ModelConfig& config)
+        : backend_(std::move(backend)), config_(config) {}
+
+    std::unique_ptr<Backend> backend_;
+    const ModelConfig config_;
+    ModelWeights weights_;
+};
+
+// Streams a checkpoint into an engine, one tensor at a time.
+class EngineBuilder {
+  public:
+    EngineBuilder(const std::map<std::string, double>& config, const DeviceOptions& options);
+    WeightLoader& loader() { return *loader_; }
+    const ModelConfig& config() const { return engine_->config(); }
+    std::shared_ptr<const Engine> finish();
+
+  private:
+    std::shared_ptr<Engine> engine_;
+    std::unique_ptr<WeightLoader> loader_;
+};
+
+}  // namespace kdt

@@ -1,0 +1,495 @@
+#include "engine/executor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <numeric>
+
+#include "core/error.h"
+#include "model/rope.h"
+
+namespace kdt {
+
+namespace {
+
+constexpr int kDefaultContext = 8192;
+constexpr int kDefaultPrefillRows = 256;
+constexpr int kMaxPaths = kMaxTableWidth;
+
+template <class T>
+void put(Backend& b, const Buffer& to, std::span<const T> values) {
+    if (!values.empty()) b.upload(to.as<T>(), values.data(), values.size_bytes());
+}
+
+template <class T>
+void put(Backend& b, const Buffer& to, T value) {
+    b.upload(to.as<T>(), &value, sizeof value);
+}
+
+template <class T>
+std::vector<T> get(Backend& b, const T* from, size_t n) {
+    std::vector<T> values(n);
+    if (n > 0) b.download(values.data(), from, n * sizeof(T));
+    return values;
+}
+
+double gib(size_t bytes) {
+    return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0);
+}
+
+}  // namespace
+
+Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& options)
+    : engine_(std::move(engine)), backend_(engine_->backend()) {
+    const ModelConfig& c = engine_->config();
+    context_ = options.context != 0 ? options.context : std::min(c.max_position_embeddings, kDefaultContext);
+    sessions_ = options.sessions;
+    prefill_rows_ = options.prefill_rows != 0 ? options.prefill_rows : kDefaultPrefillRows;
+    if (context_ < 2 || context_ > c.max_position_embeddings)
+        fail(ErrorCode::invalid_argument,
+             "context is %d; expected 2 to %d, the model's max_position_embeddings", context_,
+             c.max_position_embeddings);
+    if (sessions_ < 1 || sessions_ > 1024)
+        fail(ErrorCode::invalid_argument, "sessions is %d; expected 1 to 1024", sessions_);
+    if (prefill_rows_ < 1 || prefill_rows_ > 65536)
+        fail(ErrorCode::invalid_argument, "prefill_rows is %d; expected 1 to 65536", prefill_rows_);
+    max_rows_ = std::max(std::min(prefill_rows_, context_), kMaxTreeRows);
+    pages_per_sequence_ = (context_ + kPageSize - 1) / kPageSize;
+    if (static_cast<int64_t>(pages_per_sequence_) * sessions_ > INT32_MAX)
+        fail(ErrorCode::invalid_argument, "context %d times %d sessions is more pages than can be numbered",
+             context_, sessions_);
+    page_count_ = pages_per_sequence_ * sessions_;
+
+    const size_t width = c.cache_width(), layers = c.num_hidden_layers, half = c.qk_rope_head_dim / 2;
+    const size_t element = dtype_size(backend_.cache_dtype());
+    const size_t page_bytes = static_cast<size_t>(page_count_) * kPageSize * width * element;
+    const size_t tree_bytes = kMaxTreeRows * width * element;
+    const size_t logit_bytes = static_cast<size_t>(kMaxTreeRows) * c.vocab_size * sizeof(float);
+    const size_t rope_bytes = static_cast<size_t>(context_) * half * sizeof(float);
+    const size_t activation_bytes = ForwardScratch::bytes(c, max_rows_, kMaxTreeRows);
+    const size_t kv_bytes = layers * (page_bytes + tree_bytes);
+    bytes_ = kv_bytes + logit_bytes + 2 * rope_bytes + activation_bytes;
+    const size_t available = backend_.memory_available();
+    if (bytes_ > available)
+        fail(ErrorCode::out_of_memory,
+             "a context of %d tokens for %d session(s) needs %.2f GiB (KV %.2f, activations and logits %.2f) "
+             "beside %.2f GiB of "
+             "weights, and %.2f GiB are free on %s",
+             context_, sessions_, gib(bytes_), gib(kv_bytes),
+             gib(logit_bytes + 2 * rope_bytes + activation_bytes), gib(backend_.weight_bytes()),
+             gib(available), backend_.name().c_str());
+
+    pages_ = Buffer(backend_, layers * page_bytes, "KV pages");
+    scratch_kv_ = Buffer(backend_, layers * tree_bytes, "tree KV");
+    logits_ = Buffer(backend_, logit_bytes, "logits");
+    activations_ = std::make_unique<ForwardScratch>(backend_, c, max_rows_, kMaxTreeRows);
+    backend_.reserve_workspace({max_rows_, c.hidden_size, c.num_attention_heads, c.kv_lora_rank,
+                                c.qk_rope_head_dim, std::max(c.num_experts_per_tok, 1), c.n_routed_experts,
+                                std::max(c.moe_intermediate_size, 1), c.vocab_size});
+
+    std::vector<float> cos, sin;
+    rope_table(c, context_, cos, sin);
+    rope_cos_ = Buffer(backend_, rope_bytes, "RoPE table");
+    rope_sin_ = Buffer(backend_, rope_bytes, "RoPE table");
+    put<float>(backend_, rope_cos_, std::span<const float>(cos));
+    put<float>(backend_, rope_sin_, std::span<const float>(sin));
+    rope_ = {rope_cos_.as<float>(), rope_sin_.as<float>(), c.qk_rope_head_dim, context_, c.rope_interleave};
+
+    const auto ints = [&](size_t n) { return Buffer(backend_, n * sizeof(int32_t), "row batch"); };
+    page_table_ = ints(static_cast<size_t>(sessions_) * pages_per_sequence_);
+    token_ = ints(max_rows_);
+    sequence_ = ints(max_rows_);
+    position_ = ints(max_rows_);
+    prefix_ = ints(max_rows_);
+    ancestor_count_ = ints(max_rows_);
+    ancestors_ = ints(static_cast<size_t>(max_rows_) * kMaxAncestors);
+    live_ = ints(1);
+    logit_index_ = ints(max_rows_);
+    logit_live_ = ints(1);
+    tap_index_ = ints(max_rows_);
+    tap_live_ = ints(1);
+    batch_ = {token_.as<int32_t>(),  sequence_.as<int32_t>(),       position_.as<int32_t>(),
+              prefix_.as<int32_t>(), ancestor_count_.as<int32_t>(), ancestors_.as<int32_t>()};
+
+    const auto proposal = [&](size_t n) { return Buffer(backend_, n * sizeof(int32_t), "draft"); };
+    table_token_ = proposal(kMaxTableDepth * kMaxTableWidth);
+    table_logp_ = proposal(kMaxTableDepth * kMaxTableWidth);
+    table_depth_ = proposal(1);
+    path_count_ = proposal(1);
+    path_length_ = proposal(kMaxPaths);
+    path_token_ = proposal(kMaxPaths * kMaxDepth);
+    path_logp_ = proposal(kMaxPaths * kMaxDepth);
+    root_ = proposal(1);
+    start_ = proposal(1);
+    tree_count_ = proposal(1);
+    tree_token_ = proposal(kMaxTreeRows);
+    tree_parent_ = proposal(kMaxTreeRows);
+    tree_depth_ = proposal(kMaxTreeRows);
+    tree_source_ = proposal(kMaxTreeRows);
+    tree_weight_ = Buffer(backend_, kMaxTreeRows * sizeof(double), "draft");
+    nodes_ = proposal(1);
+    selected_ = ints(max_rows_);
+    walk_length_ = proposal(1);
+    walk_path_ = proposal(kMaxTreeRows);
+    walk_emitted_ = proposal(kMaxTreeRows);
+    tree_ = {tree_count_.as<int32_t>(), tree_token_.as<int32_t>(),  tree_parent_.as<int32_t>(),
+             tree_depth_.as<int32_t>(), tree_source_.as<int32_t>(), tree_weight_.as<double>()};
+
+    caches_.resize(layers);
+    for (size_t i = 0; i < layers; ++i)
+        caches_[i] = {pages_.as<char>() + i * page_bytes, scratch_kv_.as<char>() + i * tree_bytes,
+                      page_table_.as<int32_t>(), page_count_, pages_per_sequence_};
+
+    free_pages_.resize(page_count_);
+    for (int i = 0; i < page_count_; ++i) free_pages_[i] = page_count_ - 1 - i;
+    sequence_pages_.resize(sessions_);
+    sequence_open_.resize(sessions_, false);
+    for (int s = 0; s < sessions_; ++s) load_page_table(s);
+}
+
+// ------------------------------------------------------------------------------------------------------------
+// sequences
+
+int Executor::open_sequence() {
+    for (int s = 0; s < sessions_; ++s) {
+        if (sequence_open_[s]) continue;
+        sequence_open_[s] = true;
+        return s;
+    }
+    fail(ErrorCode::out_of_memory,
+         "all %d sessions of this executor are open; close one or create it with more", sessions_);
+}
+
+void Executor::close_sequence(int sequence) {
+    shrink(sequence, 0);
+    sequence_open_[sequence] = false;
+}
+
+void Executor::reserve(int sequence, int positions) {
+    if (positions > context_)
+        fail(ErrorCode::out_of_memory, "%d positions do not fit into the context of %d", positions, context_);
+    std::vector<int32_t>& pages = sequence_pages_[sequence];
+    const size_t wanted = static_cast<size_t>((positions + kPageSize - 1) / kPageSize);
+    if (pages.size() >= wanted) return;
+    if (wanted - pages.size() > free_pages_.size())
+        fail(ErrorCode::out_of_memory, "%zu KV pages are needed and %zu of %d are free",
+             wanted - pages.size(), free_pages_.size(), page_count_);
+    while (pages.size() < wanted) {
+        pages.push_back(free_pages_.back());
+        free_pages_.pop_back();
+    }
+    load_page_table(sequence);
+}
+
+void Executor::shrink(int sequence, int positions) {
+    std::vector<int32_t>& pages = sequence_pages_[sequence];
+    const size_t wanted = static_cast<size_t>((positions + kPageSize - 1) / kPageSize);
+    if (pages.size() <= wanted) return;
+    while (pages.size() > wanted) {
+        free_pages_.push_back(pages.back());
+        pages.pop_back();
+    }
+    load_page_table(sequence);
+}
+
+void Executor::load_page_table(int sequence) {
+    std::vector<int32_t> row(pages_per_sequence_, -1);
+    std::copy(sequence_pages_[sequence].begin(), sequence_pages_[sequence].end(), row.begin());
+    backend_.upload(page_table_.as<int32_t>() + static_cast<size_t>(sequence) * pages_per_sequence_,
+                    row.data(), row.size() * sizeof(int32_t));
+}
+
+// ------------------------------------------------------------------------------------------------------------
+// forwards
+
+ForwardArgs Executor::forward_args(int capacity) {
+    ForwardArgs args;
+    args.rows = {capacity, live_.as<int32_t>()};
+    args.batch = batch_;
+    args.caches = &caches_;
+    args.rope = rope_;
+    args.logits = logits_.as<float>();
+    return args;
+}
+
+bool Executor::run(const ForwardArgs& args) {
+    return forward(backend_, engine_->config(), engine_->weights(), *activations_, args);
+}
+
+void Executor::upload_rows(int sequence, std::span<const RowSpec> rows) {
+    const size_t n = rows.size();
+    std::vector<int32_t> token(n), seq(n, sequence), position(n), prefix(n), count(n),
+        ancestors(n * kMaxAncestors, 0);
+    bool any_tree_row = false;
+    for (size_t i = 0; i < n; ++i) {
+        token[i] = rows[i].token;
+        position[i] = rows[i].position;
+        prefix[i] = rows[i].prefix;
+        count[i] = static_cast<int32_t>(rows[i].ancestors.size());
+        std::copy(rows[i].ancestors.begin(), rows[i].ancestors.end(), ancestors.begin() + i * kMaxAncestors);
+        any_tree_row |= count[i] > 0;
+    }
+    put<int32_t>(backend_, token_, std::span<const int32_t>(token));
+    put<int32_t>(backend_, sequence_, std::span<const int32_t>(seq));
+    put<int32_t>(backend_, position_, std::span<const int32_t>(position));
+    put<int32_t>(backend_, prefix_, std::span<const int32_t>(prefix));
+    put<int32_t>(backend_, ancestor_count_, std::span<const int32_t>(count));
+    if (any_tree_row) put<int32_t>(backend_, ancestors_, std::span<const int32_t>(ancestors));
+    put<int32_t>(backend_, live_, static_cast<int32_t>(n));
+}
+
+bool Executor::run_prompt(int sequence, std::span<const int32_t> tokens, int first, int logit_rows,
+                          const std::atomic<bool>* cancel) {
+    const int n = static_cast<int>(tokens.size());
+    std::vector<RowSpec> rows(n);
+    for (int i = 0; i < n; ++i) {
+        rows[i].token = tokens[i];
+        rows[i].position = first + i;
+        rows[i].prefix = first + i + 1;
+    }
+    upload_rows(sequence, rows);
+    std::vector<int32_t> index(logit_rows);
+    std::iota(index.begin(), index.end(), n - logit_rows);
+    put<int32_t>(backend_, logit_index_, std::span<const int32_t>(index));
+    put<int32_t>(backend_, logit_live_, static_cast<int32_t>(logit_rows));
+    ForwardArgs args = forward_args(n);
+    args.want_logits = {{logit_rows, logit_live_.as<int32_t>()}, logit_index_.as<int32_t>()};
+    args.cancel = cancel;
+    return run(args);
+}
+
+void Executor::check_forwardable(std::span<const RowSpec> rows) const {
+    const int vocab = engine_->config().vocab_size;
+    if (rows.empty() || rows.size() > static_cast<size_t>(max_rows_))
+        fail(ErrorCode::invalid_argument, "a forward has %zu rows; expected 1 to %d", rows.size(), max_rows_);
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const RowSpec& r = rows[i];
+        if (r.token < 0 || r.token >= vocab)
+            fail(ErrorCode::invalid_argument, "row %zu: token %d is outside the vocabulary of %d", i, r.token,
+                 vocab);
+        if (r.position < 0 || r.position >= context_)
+            fail(ErrorCode::invalid_argument, "row %zu: position %d is outside the context of %d", i,
+                 r.position, context_);
+        if (r.ancestors.empty()) {
+            if (r.prefix != r.position + 1)
+                fail(ErrorCode::invalid_argument,
+                     "row %zu: a prompt row at position %d sees %d positions; expected %d", i, r.position,
+                     r.prefix, r.position + 1);
+            continue;
+        }
+        if (i >= static_cast<size_t>(kMaxTreeRows))
+            fail(ErrorCode::invalid_argument, "row %zu is a tree row; at most %d rows can be", i,
+                 kMaxTreeRows);
+        if (r.ancestors.size() > static_cast<size_t>(kMaxAncestors) ||
+            r.ancestors.back() != static_cast<int32_t>(i))
+            fail(ErrorCode::invalid_argument,
+                 "row %zu: ancestors must be at most %d rows and end with the row itself", i, kMaxAncestors);
+        if (r.prefix < 0 || r.prefix > r.position)
+            fail(ErrorCode::invalid_argument,
+                 "row %zu: a tree row at position %d sees %d committed positions", i, r.position, r.prefix);
+        for (const int32_t a : r.ancestors)
+            if (a < 0 || a >= static_cast<int32_t>(rows.size()) || rows[a].ancestors.empty())
+                fail(ErrorCode::invalid_argument, "row %zu: ancestor %d is not a tree row of this batch", i,
+                     a);
+    }
+}
+
+void Executor::run_rows(int sequence, std::span<const RowSpec> rows, std::span<const int32_t> want_logits,
+                        std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
+                        std::vector<float>& logits, std::vector<float>& taps) {
+    check_forwardable(rows);
+    const int n = static_cast<int>(rows.size());
+    if (want_logits.size() > static_cast<size_t>(kMaxTreeRows))
+        fail(ErrorCode::invalid_argument, "%zu rows want logits; expected at most %d", want_logits.size(),
+             kMaxTreeRows);
+    if (want_taps.size() > static_cast<size_t>(max_rows_))
+        fail(ErrorCode::invalid_argument, "%zu rows want taps; expected at most %d", want_taps.size(),
+             max_rows_);
+    for (const auto& wanted : {want_logits, want_taps}) {
+        for (const int32_t i : wanted)
+            if (i < 0 || i >= n)
+                fail(ErrorCode::invalid_argument, "row %d wants logits or taps, of %d rows", i, n);
+    }
+    for (const int layer : tap_layers)
+        if (layer < 0 || layer >= engine_->config().num_hidden_layers)
+            fail(ErrorCode::invalid_argument, "tap layer %d; the model has layers 0 to %d", layer,
+                 engine_->config().num_hidden_layers - 1);
+    int last = 0;
+    for (const RowSpec& r : rows) last = std::max(last, r.ancestors.empty() ? r.position + 1 : r.prefix);
+    reserve(sequence, last);
+
+    const ModelConfig& c = engine_->config();
+    const size_t tap_width = tap_layers.size() * static_cast<size_t>(c.hidden_size);
+    Buffer tap_buffer;
+    if (!want_taps.empty() && tap_width > 0)
+        tap_buffer = Buffer(backend_, want_taps.size() * tap_width * sizeof(float), "taps");
+    upload_rows(sequence, rows);
+    put<int32_t>(backend_, logit_index_, want_logits);
+    put<int32_t>(backend_, logit_live_, static_cast<int32_t>(want_logits.size()));
+    put<int32_t>(backend_, tap_index_, want_taps);
+    put<int32_t>(backend_, tap_live_, static_cast<int32_t>(want_taps.size()));
+    ForwardArgs args = forward_args(n);
+    args.want_logits = {{static_cast<int>(want_logits.size()), logit_live_.as<int32_t>()},
+                        logit_index_.as<int32_t>()};
+    if (tap_buffer.bytes() > 0) {
+        args.tap_layers = &tap_layers;
+        args.want_taps = {{static_cast<int>(want_taps.size()), tap_live_.as<int32_t>()},
+                          tap_index_.as<int32_t>()};
+        args.taps = tap_buffer.as<float>();
+    }
+    run(args);
+    logits = get(backend_, logits_.as<float>(), want_logits.size() * c.vocab_size);
+    taps = get(backend_, tap_buffer.as<float>(), tap_buffer.bytes() / sizeof(float));
+}
+
+// ------------------------------------------------------------------------------------------------------------
+// round stages
+
+int Executor::build(int32_t root, const Proposal& proposal, int budget, int max_depth) {
+    const int depth = std::min(proposal.depth, kMaxTableDepth);
+    const int paths = std::min(static_cast<int>(proposal.paths.size()), kMaxPaths);
+    if (proposal.width > kMaxTableWidth)
+        fail(ErrorCode::invalid_argument, "a draft table has %d ranks; expected at most %d", proposal.width,
+             kMaxTableWidth);
+    const size_t entries = static_cast<size_t>(depth) * proposal.width;
+    put<int32_t>(backend_, table_token_, std::span<const int32_t>(proposal.table_token.data(), entries));
+    put<float>(backend_, table_logp_, std::span<const float>(proposal.table_logp.data(), entries));
+    put<int32_t>(backend_, table_depth_, static_cast<int32_t>(depth));
+    std::vector<int32_t> length(paths), token(static_cast<size_t>(paths) * kMaxDepth, -1);
+    std::vector<float> logp(token.size(), 0.0f);
+    for (int p = 0; p < paths; ++p) {
+        const Proposal::Path& path = proposal.paths[p];
+        length[p] = std::min<int32_t>(static_cast<int32_t>(path.token.size()), kMaxDepth);
+        std::copy_n(path.token.begin(), length[p], token.begin() + static_cast<size_t>(p) * kMaxDepth);
+        std::copy_n(path.logp.begin(), length[p], logp.begin() + static_cast<size_t>(p) * kMaxDepth);
+    }
+    put<int32_t>(backend_, path_count_, static_cast<int32_t>(paths));
+    put<int32_t>(backend_, path_length_, std::span<const int32_t>(length));
+    put<int32_t>(backend_, path_token_, std::span<const int32_t>(token));
+    put<float>(backend_, path_logp_, std::span<const float>(logp));
+    put<int32_t>(backend_, root_, root);
+
+    BuildTreeArgs args{};
+    args.proposal = {table_depth_.as<int32_t>(),
+                     table_token_.as<int32_t>(),
+                     table_logp_.as<float>(),
+                     proposal.width,
+                     path_count_.as<int32_t>(),
+                     path_length_.as<int32_t>(),
+                     path_token_.as<int32_t>(),
+                     path_logp_.as<float>(),
+                     kMaxPaths};
+    args.budget = std::clamp(budget, 0, kMaxNodes);
+    args.max_depth = std::clamp(max_depth, 0, kMaxDepth);
+    args.root = root_.as<int32_t>();
+    args.tree = tree_;
+    backend_.build_tree(args);
+    const int count = get(backend_, tree_.count, 1)[0];
+    node_weight_ = get(backend_, tree_.weight, count + 1);
+    tree_parent_host_ = get(backend_, tree_.parent, count + 1);
+    return count;
+}
+
+bool Executor::verify(int sequence, int start, int nodes, const std::atomic<bool>* cancel) {
+    put<int32_t>(backend_, start_, start);
+    put<int32_t>(backend_, nodes_, nodes);
+    backend_.tree_rows(
+        {tree_, nodes_.as<int32_t>(), sequence, start_.as<int32_t>(), batch_, live_.as<int32_t>()});
+    const int rows = nodes + 1;
+    std::vector<int32_t> index(rows);
+    std::iota(index.begin(), index.end(), 0);
+    put<int32_t>(backend_, logit_index_, std::span<const int32_t>(index));
+    ForwardArgs args = forward_args(rows);
+    args.want_logits = {{rows, live_.as<int32_t>()}, logit_index_.as<int32_t>()};
+    args.cancel = cancel;
+    return run(args);
+}
+
+void Executor::select(const SampleParams& sample, int first_logit_row, int rows,
+                      std::vector<int32_t>* tokens) {
+    put<int32_t>(backend_, logit_live_, static_cast<int32_t>(rows));
+    backend_.select({{rows, logit_live_.as<int32_t>()},
+                     logits_.as<float>(),
+                     engine_->config().vocab_size,
+                     batch_.position + first_logit_row,
+                     sample,
+                     selected_.as<int32_t>()});
+    if (tokens != nullptr) *tokens = get(backend_, selected_.as<int32_t>(), rows);
+}
+
+Executor::Walk Executor::accept() {
+    backend_.accept({tree_, live_.as<int32_t>(), selected_.as<int32_t>(), walk_length_.as<int32_t>(),
+                     walk_path_.as<int32_t>(), walk_emitted_.as<int32_t>()});
+    const int length = get(backend_, walk_length_.as<int32_t>(), 1)[0];
+    Walk walk;
+    walk.path = get(backend_, walk_path_.as<int32_t>(), length);
+    walk.emitted = get(backend_, walk_emitted_.as<int32_t>(), length);
+    for (int j = 1; j < length; ++j) {
+        const int32_t parent = walk.path[j - 1];
+        const auto first = std::find(tree_parent_host_.begin() + parent + 1, tree_parent_host_.end(), parent);
+        if (first - tree_parent_host_.begin() != walk.path[j]) walk.branched = true;
+    }
+    return walk;
+}
+
+void Executor::commit(int sequence, int start, int rows) {
+    put<int32_t>(backend_, walk_length_, static_cast<int32_t>(rows));
+    put<int32_t>(backend_, start_, start);
+    for (const LatentCache& cache : caches_)
+        backend_.commit({walk_length_.as<int32_t>(), walk_path_.as<int32_t>(), start_.as<int32_t>(), sequence,
+                         engine_->config().cache_width(), cache});
+}
+
+void Executor::measure_costs(int sequence) {
+    constexpr double kLimitSeconds = 0.5;
+    const int vocab = engine_->config().vocab_size;
+    const auto seconds = [&](int nodes) {
+        // Siblings below one root, each with a token of its own: what they share is the root alone, as in a
+        // wide tree. They see no committed position, so no page is read and only scratch is written.
+        std::vector<RowSpec> rows(nodes + 1);
+        for (int i = 0; i <= nodes; ++i) {
+            rows[i].token = static_cast<int32_t>((1 + 7919ll * i) % vocab);
+            rows[i].position = i == 0 ? 0 : 1;
+            rows[i].ancestors = i == 0 ? std::vector<int32_t>{0} : std::vector<int32_t>{0, i};
+        }
+        upload_rows(sequence, rows);
+        std::vector<int32_t> index(nodes + 1);
+        std::iota(index.begin(), index.end(), 0);
+        put<int32_t>(backend_, logit_index_, std::span<const int32_t>(index));
+        ForwardArgs args = forward_args(nodes + 1);
+        args.want_logits = {{nodes + 1, live_.as<int32_t>()}, logit_index_.as<int32_t>()};
+        backend_.synchronize();
+        const auto begin = std::chrono::steady_clock::now();
+        run(args);
+        backend_.synchronize();
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    seconds(0);  // touches what the first call touches
+    costs_.measure(seconds, kLimitSeconds);
+}
+
+// ------------------------------------------------------------------------------------------------------------
+// reading back
+
+std::vector<float> Executor::logits(int row) const {
+    const size_t vocab = engine_->config().vocab_size;
+    return get(backend_, logits_.as<float>() + row * vocab, vocab);
+}
+
+std::vector<float> Executor::cache(int sequence, int layer, int positions) const {
+    if (backend_.cache_dtype() != DType::f32)
+        fail(ErrorCode::unsupported, "the latent cache is %s; only f32 can be read back",
+             dtype_name(backend_.cache_dtype()));
+    const size_t width = engine_->config().cache_width();
+    std::vector<float> out(positions * width);
+    for (int p = 0; p < positions; p += kPageSize) {
+        const int n = std::min(kPageSize, positions - p);
+        const size_t page = sequence_pages_[sequence][p / kPageSize];
+        backend_.download(out.data() + p * width,
+                          static_cast<const float*>(caches_[layer].pages) + page * kPageSize * width,
+                          n * width * sizeof(float));
+    }
+    return out;
+}
+
+}  // namespace kdt

@@ -1,0 +1,115 @@
+// Executor: the memory in which sessions of one engine live (KV pages, tree scratch, activations), and the
+// one place that runs forwards. Everything is allocated at creation, after the sum has been compared with
+// what the device has.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "draft/drafter.h"
+#include "engine/budget.h"
+#include "engine/engine.h"
+#include "model/forward.h"
+
+namespace kdt {
+
+struct ExecutorOptions {
+    int context = 0;       // positions of one sequence at most; 0: the smaller of the model's limit and 8192
+    int sessions = 1;      // sequences that may be open at once
+    int prefill_rows = 0;  // rows of a prompt chunk; 0: 256
+};
+
+// A row as the host describes it (law 3). Prompt rows leave `ancestors` empty.
+struct RowSpec {
+    int32_t token = 0;
+    int32_t position = 0;
+    int32_t prefix = 0;
+    std::vector<int32_t> ancestors;  // rows of this batch, root first, the row itself last
+};
+
+class Executor {
+  public:
+    Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& options);
+
+    const Engine& engine() const { return *engine_; }
+    int context() const { return context_; }
+    int prefill_rows() const { return prefill_rows_; }
+    size_t bytes() const { return bytes_; }
+
+    // Sequences and their pages. Pages are taken as positions are needed and given back on shrink and close.
+    int open_sequence();
+    void close_sequence(int sequence);
+    void reserve(int sequence, int positions);
+    void shrink(int sequence, int positions);
+
+    // Prompt rows: tokens at positions first, first + 1, … of the sequence; their pages must be reserved.
+    // Logits are kept for the last `logit_rows` of them. Returns false when cancelled.
+    bool run_prompt(int sequence, std::span<const int32_t> tokens, int first, int logit_rows,
+                    const std::atomic<bool>* cancel);
+
+    // Any rows, for tests and for probing costs: logits and taps of every row that asks.
+    void run_rows(int sequence, std::span<const RowSpec> rows, std::span<const int32_t> want_logits,
+                  std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
+                  std::vector<float>& logits, std::vector<float>& taps);
+
+    // The stages of a round, on device arrays.
+    int build(int32_t root, const Proposal& proposal, int budget,
+              int max_depth);                                              // returns the number of nodes
+    std::span<const double> node_weights() const { return node_weight_; }  // of the last build, root first
+    bool verify(int sequence, int start, int nodes, const std::atomic<bool>* cancel);
+    void select(const SampleParams& sample, int first_logit_row, int rows, std::vector<int32_t>* tokens);
+    struct Walk {
+        std::vector<int32_t> path;     // rows, root first
+        std::vector<int32_t> emitted;  // one token after each
+        bool branched = false;         // the path took a child that is not its parent's heaviest
+    };
+    Walk accept();
+    void commit(int sequence, int start, int rows);
+
+    // What a verify costs, measured once on distinct rows of scratch, touching no session (law 2: none of it
+    // reaches the output).
+    CostTable& costs() { return costs_; }
+    void measure_costs(int sequence);
+
+    std::vector<float> logits(int row) const;                                // [vocab] of the last forward
+    std::vector<float> cache(int sequence, int layer, int positions) const;  // [positions, latent + rope]
+
+  private:
+    void load_page_table(int sequence);
+    ForwardArgs forward_args(int capacity);
+    bool run(const ForwardArgs& args);
+    void upload_rows(int sequence, std::span<const RowSpec> rows);
+    void check_forwardable(std::span<const RowSpec> rows) const;
+
+    std::shared_ptr<const Engine> engine_;
+    Backend& backend_;
+    int context_, sessions_, prefill_rows_, max_rows_, pages_per_sequence_, page_count_;
+    size_t bytes_ = 0;
+
+    std::vector<int32_t> free_pages_;
+    std::vector<std::vector<int32_t>> sequence_pages_;  // per sequence, in order of position
+    std::vector<bool> sequence_open_;
+
+    Buffer pages_, scratch_kv_, page_table_, rope_cos_, rope_sin_, logits_;
+    std::vector<LatentCache> caches_;
+    std::unique_ptr<ForwardScratch> activations_;
+
+    // Row batch, proposal, tree and walk on the device.
+    Buffer token_, sequence_, position_, prefix_, ancestor_count_, ancestors_, live_, logit_index_,
+        logit_live_;
+    Buffer tap_index_, tap_live_;
+    Buffer table_token_, table_logp_, table_depth_, path_count_, path_length_, path_token_, path_logp_, root_,
+        start_;
+    Buffer tree_count_, tree_token_, tree_parent_, tree_depth_, tree_source_, tree_weight_, nodes_;
+    Buffer selected_, walk_length_, walk_path_, walk_emitted_;
+    RowBatch batch_;
+    TreeArrays tree_;
+    RopeTable rope_;
+    std::vector<double> node_weight_;
+    CostTable costs_;
+    std::vector<int32_t> tree_parent_host_;
+};
+
+}  // namespace kdt

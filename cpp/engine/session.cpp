@@ -1,0 +1,266 @@
+#include "engine/session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "core/error.h"
+
+namespace kdt {
+
+namespace {
+
+class Stopwatch {
+  public:
+    // Seconds since the last call.
+    double lap() {
+        const auto now = Clock::now();
+        const double seconds = std::chrono::duration<double>(now - last_).count();
+        last_ = now;
+        return seconds;
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point last_ = Clock::now();
+};
+
+}  // namespace
+
+const char* finish_name(Finish finish) {
+    switch (finish) {
+        case Finish::none:
+            return "none";
+        case Finish::stop:
+            return "stop";
+        case Finish::length:
+            return "length";
+        case Finish::context:
+            return "context";
+        case Finish::cancelled:
+            return "cancelled";
+        case Finish::error:
+            return "error";
+    }
+    return "?";
+}
+
+Session::Session(std::shared_ptr<Executor> executor)
+    : executor_(std::move(executor)), sequence_(executor_->open_sequence()) {}
+
+Session::~Session() {
+    executor_->close_sequence(sequence_);
+}
+
+void Session::append(std::span<const int32_t> tokens) {
+    const int vocab = executor_->engine().config().vocab_size;
+    for (size_t i = 0; i < tokens.size(); ++i)
+        if (tokens[i] < 0 || tokens[i] >= vocab)
+            fail(ErrorCode::invalid_argument, "token %zu is %d, outside the vocabulary of %d", i, tokens[i],
+                 vocab);
+    const size_t total = tokens_.size() + tokens.size();
+    if (total >= static_cast<size_t>(executor_->context()))
+        fail(ErrorCode::out_of_memory,
+             "the prompt makes %zu tokens and the context holds %d: there is no room for an answer", total,
+             executor_->context());
+    tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
+    generating_ = false;
+}
+
+std::vector<float> Session::score(std::span<const int32_t> tokens) {
+    const size_t before = tokens_.size();
+    append(tokens);
+    const size_t vocab = executor_->engine().config().vocab_size;
+    std::vector<float> logits;
+    logits.reserve(tokens.size() * vocab);
+    const int total = static_cast<int>(tokens_.size());
+    executor_->reserve(sequence_, total);
+    cancel_.store(false);
+    while (committed_ < total) {
+        const int n = std::min({executor_->prefill_rows(), kMaxTreeRows, total - committed_});
+        if (!executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)},
+                                   committed_, n, &cancel_)) {
+            tokens_.resize(std::max<size_t>(before, committed_));
+            fail(ErrorCode::invalid_argument, "cancelled while scoring");
+        }
+        for (int i = 0; i < n; ++i) {
+            if (static_cast<size_t>(committed_ + i) < before) continue;
+            const std::vector<float> row = executor_->logits(i);
+            logits.insert(logits.end(), row.begin(), row.end());
+        }
+        committed_ += n;
+    }
+    return logits;
+}
+
+void Session::begin(const GenerateParams& params) {
+    if (params.max_tokens < 1)
+        fail(ErrorCode::invalid_argument, "max_tokens is %d; expected at least 1", params.max_tokens);
+    if (params.budget < -1 || params.budget > kMaxNodes)
+        fail(ErrorCode::invalid_argument, "budget is %d; expected auto (-1) or 0 to %d", params.budget,
+             kMaxNodes);
+    const SampleParams& s = params.sample;
+    if (!(s.temperature >= 0.0f && s.temperature < HUGE_VALF))
+        fail(ErrorCode::invalid_argument, "temperature is %g; expected 0 (greedy) or more",
+             static_cast<double>(s.temperature));
+    if (s.top_k < 0) fail(ErrorCode::invalid_argument, "top_k is %d; expected 0 (off) or more", s.top_k);
+    if (!(s.top_p > 0.0f && s.top_p <= 1.0f))
+        fail(ErrorCode::invalid_argument, "top_p is %g; expected more than 0 and at most 1 (off)",
+             static_cast<double>(s.top_p));
+    if (!(s.min_p >= 0.0f && s.min_p <= 1.0f))
+        fail(ErrorCode::invalid_argument, "min_p is %g; expected 0 (off) to 1", static_cast<double>(s.min_p));
+    if (tokens_.empty())
+        fail(ErrorCode::invalid_argument, "the prompt is empty: there is no token to continue from");
+    if (tokens_.size() >= static_cast<size_t>(executor_->context()))
+        fail(ErrorCode::out_of_memory,
+             "the session holds %zu tokens and the context %d: there is no room for an answer",
+             tokens_.size(), executor_->context());
+
+    // All of the prompt may be in the cache already (after `score`): its last token must be run again for its
+    // logits.
+    committed_ = std::min<int>(committed_, static_cast<int>(tokens_.size()) - 1);
+    params_ = params;
+    budget_ = Budget(params.drafter ? params.budget : 0);
+    emitted_ = 0;
+    prompt_first_ = committed_;
+    prompt_total_ = static_cast<int>(tokens_.size()) - committed_;
+    stats_ = SessionStats{};
+    kept_logits_.clear();
+    cancel_.store(false);
+    generating_ = true;
+}
+
+StepResult Session::step() {
+    if (!generating_) fail(ErrorCode::invalid_argument, "there is no generation to step: call begin first");
+    StepResult result = emitted_ == 0 ? prefill_chunk() : round();
+    result.prompt_total = prompt_total_;
+    result.prompt_done = std::min(committed_ - prompt_first_, prompt_total_);
+    if (result.finish != Finish::none) generating_ = false;
+    return result;
+}
+
+// One chunk of the prompt; the last one also emits the first token. Tokens go straight to their pages.
+StepResult Session::prefill_chunk() {
+    StepResult result;
+    Stopwatch watch;
+    const int left = static_cast<int>(tokens_.size()) - committed_;
+    const int n = std::min(left, executor_->prefill_rows());
+    const bool last = n == left;
+    executor_->reserve(sequence_, committed_ + n);
+    if (stats_.target_forwards == 0) stats_.target_forwards = 1;
+    if (!executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)}, committed_,
+                               last ? 1 : 0, &cancel_)) {
+        result.finish = Finish::cancelled;
+        return result;
+    }
+    if (last) {
+        std::vector<int32_t> token;
+        executor_->select(params_.sample, n - 1, 1, &token);
+        if (params_.keep_logits && token[0] >= 0) kept_logits_ = executor_->logits(0);
+        committed_ += n;
+        keep(token, result);
+    } else {
+        committed_ += n;
+    }
+    stats_.seconds.prefill += watch.lap();
+    return result;
+}
+
+// draft -> build -> verify -> accept -> commit
+StepResult Session::round() {
+    StepResult result;
+    Stopwatch watch;
+    const int start = committed_;  // position of the root
+    const int context = executor_->context();
+    // A node at depth d emits the token at position start + d + 1, which must exist.
+    const int max_depth = std::max(0, context - 2 - start);
+    executor_->reserve(sequence_, std::min(context, start + kMaxTreeRows));
+    const bool drafting = max_depth > 0 && budget_.draft_now();
+    if (drafting && budget_.automatic() && !executor_->costs().measured())
+        executor_->measure_costs(sequence_);
+
+    Proposal proposal;
+    watch.lap();
+    if (drafting) params_.drafter->propose(tokens_, max_depth, proposal);
+    const double draft_seconds = watch.lap();
+
+    executor_->build(tokens_.back(), proposal, budget_.max_nodes(), max_depth);
+    const int nodes = budget_.choose(executor_->node_weights(), executor_->costs());
+    const double build_seconds = watch.lap();
+
+    if (!executor_->verify(sequence_, start, nodes, &cancel_)) {
+        result.finish = Finish::cancelled;
+        return result;
+    }
+    executor_->select(params_.sample, 0, nodes + 1, nullptr);
+    const double verify_seconds = watch.lap();
+
+    const Executor::Walk walk = executor_->accept();
+    const int kept = keep(walk.emitted, result);
+    if (params_.keep_logits) {
+        for (int j = 0; j < kept; ++j) {
+            const std::vector<float> row = executor_->logits(walk.path[j]);
+            kept_logits_.insert(kept_logits_.end(), row.begin(), row.end());
+        }
+    }
+    const double accept_seconds = watch.lap();
+
+    if (kept > 0) executor_->commit(sequence_, start, kept);
+    committed_ = start + kept;
+    const double commit_seconds = watch.lap();
+
+    ++stats_.rounds;
+    ++stats_.target_forwards;
+    stats_.drafted += nodes;
+    stats_.accepted += std::max(0, kept - 1);
+    stats_.branching_rounds += walk.branched;
+    stats_.accepted_lengths.push_back(kept);
+    stats_.seconds.draft += draft_seconds;
+    stats_.seconds.build += build_seconds;
+    stats_.seconds.verify += verify_seconds;
+    stats_.seconds.accept += accept_seconds;
+    stats_.seconds.commit += commit_seconds;
+    if (budget_.automatic()) {
+        executor_->costs().observe(nodes, verify_seconds);
+        budget_.observe(nodes, kept, draft_seconds + build_seconds,
+                        verify_seconds + accept_seconds + commit_seconds, drafting);
+    }
+    return result;
+}
+
+int Session::keep(std::span<const int32_t> emitted, StepResult& result) {
+    int kept = 0;
+    for (const int32_t token : emitted) {
+        if (token < 0) {
+            result.finish = Finish::error;
+            result.error =
+                format("the logits after token %zu hold NaN or no finite value", tokens_.size() - 1);
+            break;
+        }
+        tokens_.push_back(token);
+        result.tokens.push_back(token);
+        ++emitted_;
+        ++kept;
+        const auto& stops = params_.stop_tokens;
+        if (std::find(stops.begin(), stops.end(), token) != stops.end())
+            result.finish = Finish::stop;
+        else if (emitted_ >= params_.max_tokens)
+            result.finish = Finish::length;
+        else if (tokens_.size() >= static_cast<size_t>(executor_->context()))
+            result.finish = Finish::context;
+        if (result.finish != Finish::none) break;
+    }
+    return kept;
+}
+
+void Session::rewind(int length) {
+    if (length < 0 || static_cast<size_t>(length) > tokens_.size())
+        fail(ErrorCode::invalid_argument, "rewind to %d tokens; the session holds %zu", length,
+             tokens_.size());
+    tokens_.resize(length);
+    committed_ = std::min(committed_, length);
+    executor_->shrink(sequence_, committed_);
+    generating_ = false;
+}
+
+}  // namespace kdt

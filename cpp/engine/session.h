@@ -1,0 +1,99 @@
+// Session: one timeline of tokens. Append a prompt, begin a generation, step until it is finished; append
+// again to go on.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "draft/drafter.h"
+#include "engine/budget.h"
+#include "engine/executor.h"
+
+namespace kdt {
+
+struct GenerateParams {
+    int max_tokens = 0;
+    SampleParams sample;
+    std::vector<int32_t> stop_tokens;
+    std::shared_ptr<Drafter> drafter;  // null: plain decoding
+    int budget = -1;                   // draft nodes per round; -1: chosen by cost
+    bool keep_logits = false;          // keep the logits behind each emitted token
+};
+
+enum class Finish { none, stop, length, context, cancelled, error };
+const char* finish_name(Finish finish);
+
+struct StepResult {
+    std::vector<int32_t> tokens;  // emitted by this step
+    Finish finish = Finish::none;
+    int prompt_done = 0;  // prompt tokens processed so far in this generation
+    int prompt_total = 0;
+    std::string error;  // with Finish::error
+};
+
+struct SessionStats {         // of one generation
+    int target_forwards = 0;  // rounds, and one for the prompt however it was cut
+    int rounds = 0;
+    int drafted = 0;                    // nodes verified
+    int accepted = 0;                   // nodes accepted and emitted
+    int branching_rounds = 0;           // rounds whose path took a child that was not its parent's heaviest
+    std::vector<int> accepted_lengths;  // tokens emitted per round
+    struct Seconds {
+        double prefill = 0, draft = 0, build = 0, verify = 0, accept = 0, commit = 0;
+    } seconds;
+};
+
+class Session {
+  public:
+    explicit Session(std::shared_ptr<Executor> executor);
+    ~Session();
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+
+    void append(std::span<const int32_t> tokens);
+    // Appends and computes `tokens` at once; logits [tokens, vocab] after each of them. For scoring text.
+    std::vector<float> score(std::span<const int32_t> tokens);
+    void begin(const GenerateParams& params);
+    // One prompt chunk, or one round. After a finish other than none the generation is over.
+    StepResult step();
+    // From another thread or a signal: the running step ends within one layer, with nothing committed.
+    void cancel() { cancel_.store(true, std::memory_order_relaxed); }
+    // Back to the first `length` tokens.
+    void rewind(int length);
+
+    const std::vector<int32_t>& tokens() const { return tokens_; }
+    int committed() const {
+        return committed_;
+    }  // positions in the cache; the last emitted token is not there yet
+    const SessionStats& stats() const { return stats_; }
+    const std::vector<float>& logits() const { return kept_logits_; }  // [emitted, vocab]
+    std::vector<float> cache(int layer) const { return executor_->cache(sequence_, layer, committed_); }
+    Executor& executor() const { return *executor_; }
+    int sequence() const { return sequence_; }
+
+  private:
+    StepResult prefill_chunk();
+    StepResult round();
+    // Keeps the prefix of `emitted` that plain decoding would have emitted, appends it, and says why it ends
+    // there.
+    int keep(std::span<const int32_t> emitted, StepResult& result);
+
+    std::shared_ptr<Executor> executor_;
+    int sequence_;
+    std::vector<int32_t> tokens_;
+    int committed_ = 0;
+    std::atomic<bool> cancel_{false};
+
+    bool generating_ = false;
+    GenerateParams params_;
+    Budget budget_{0};
+    int emitted_ = 0;
+    int prompt_first_ = 0, prompt_total_ = 0;
+    SessionStats stats_;
+    std::vector<float> kept_logits_;
+};
+
+}  // namespace kdt
