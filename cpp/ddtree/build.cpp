@@ -34,18 +34,18 @@ class Builder {
   public:
     Builder(int32_t root, const DraftTable& table, const DraftPaths& paths, const BuildLimits& limits)
         : table_(table), paths_(paths), limits_(limits) {
-        add_node(root, -1, 0, 0, 0.0);
+        add_node(root, -1, 0, 0.0);
     }
 
     Tree run() {
         push_table(0, 1, {}, 0, 0.0);
         for (int p = 0; p < paths_.count; ++p) push_path(p, 0, 0, 0.0);
-        while (!frontier_.empty()) {
+        while (!frontier_.empty() && tree_.count < limits_.budget) {
             Candidate next = frontier_.top();
-            if (tree_.count == limits_.budget && child_with_token(next) < 0) break;
             frontier_.pop();
             take(next);
         }
+        mark_sources();
         return std::move(tree_);
     }
 
@@ -55,21 +55,52 @@ class Builder {
                           : paths_.token[c.path * paths_.stride + c.depth - 1];
     }
 
-    int child_with_token(const Candidate& c) const {
-        const int32_t token = token_of(c);
-        for (int i = c.parent + 1; i <= tree_.count; ++i)
-            if (tree_.parent[i] == c.parent && tree_.token[i] == token) return i;
+    int child_with_token(const Candidate& c) const { return child_with_token(c.parent, token_of(c)); }
+
+    int child_with_token(int parent, int32_t token) const {
+        for (int i = parent + 1; i <= tree_.count; ++i)
+            if (tree_.parent[i] == parent && tree_.token[i] == token) return i;
         return -1;
     }
 
-    void take(const Candidate& c) {
-        const int32_t bit = c.path < 0 ? kFromTable : kFromPath;
-        int node = child_with_token(c);
-        if (node < 0) {
-            node = add_node(token_of(c), c.parent, c.depth, bit, c.weight);
-        } else {
-            tree_.source[node] |= bit;  // proposed before with at least this weight: one node, both sources
+    // Whether an entry may follow the one before it in its row (which is usable itself).
+    bool usable(int depth, int rank) const {
+        const int at = (depth - 1) * table_.width + rank;
+        return is_log_probability(table_.logp[at]) && table_.token[at] >= 0 &&
+               (rank == 0 || table_.logp[at] <= table_.logp[at - 1]);
+    }
+
+    bool in_row(int depth, int32_t token) const {
+        if (depth > table_.depth) return false;
+        for (int rank = 0; rank < table_.width && usable(depth, rank); ++rank)
+            if (table_.token[(depth - 1) * table_.width + rank] == token) return true;
+        return false;
+    }
+
+    // Everyone who proposes a node, whether or not their candidate came up before the budget ran out: so the
+    // sources of a node, like the rest of it, are the same in every larger tree.
+    void mark_sources() {
+        for (int i = 1; i <= tree_.count; ++i) {
+            const int parent = tree_.parent[i];
+            if ((parent == 0 || (tree_.source[parent] & kFromTable)) &&
+                in_row(tree_.depth[i], tree_.token[i]))
+                tree_.source[i] = kFromTable;
         }
+        for (int p = 0; p < paths_.count; ++p) {
+            int node = 0;
+            for (int d = 0; d < paths_.length[p]; ++d) {
+                const int at = p * paths_.stride + d;
+                if (!is_log_probability(paths_.logp[at])) break;
+                node = child_with_token(node, paths_.token[at]);
+                if (node < 0) break;
+                tree_.source[node] |= kFromPath;
+            }
+        }
+    }
+
+    void take(const Candidate& c) {
+        int node = child_with_token(c);  // proposed before, with at least this weight: the same node
+        if (node < 0) node = add_node(token_of(c), c.parent, c.depth, c.weight);
         if (c.path < 0) {
             const double parent_weight = table_parent_weight(c);
             std::vector<int16_t> sibling(c.rank.begin(), c.rank.end() - 1);
@@ -91,9 +122,8 @@ class Builder {
     void push_table(int parent, int depth, const std::vector<int16_t>& prefix, int rank,
                     double parent_weight) {
         if (depth > table_.depth || depth > limits_.max_depth || rank >= table_.width) return;
+        if (!usable(depth, rank)) return;
         const float* row = table_.logp + (depth - 1) * table_.width;
-        if (!is_log_probability(row[rank]) || (rank > 0 && row[rank] > row[rank - 1])) return;
-        if (table_.token[(depth - 1) * table_.width + rank] < 0) return;
         Candidate c{parent_weight + row[rank], -1, parent, depth, prefix};
         c.rank.push_back(static_cast<int16_t>(rank));
         frontier_.push(std::move(c));
@@ -106,11 +136,11 @@ class Builder {
         frontier_.push(Candidate{parent_weight + paths_.logp[at], path, parent, parent_depth + 1, {}});
     }
 
-    int add_node(int32_t token, int parent, int depth, int32_t source, double weight) {
+    int add_node(int32_t token, int parent, int depth, double weight) {
         tree_.token.push_back(token);
         tree_.parent.push_back(parent);
         tree_.depth.push_back(depth);
-        tree_.source.push_back(source);
+        tree_.source.push_back(0);
         tree_.weight.push_back(weight);
         tree_.count = static_cast<int>(tree_.token.size()) - 1;
         return tree_.count;
