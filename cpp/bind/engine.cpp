@@ -10,6 +10,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "bind/bind.h"
 #include "core/error.h"
 #include "draft/ngram.h"
@@ -229,12 +231,16 @@ void bind_session(nb::module_& m) {
         .def_prop_ro("stats", [](const Session& s) { return stats_dict(s.stats()); })
         .def(
             "logits",
-            [](const Session& s) {
-                std::vector<float> copy = s.logits();
-                const size_t vocab = s.executor().engine().config().vocab_size, n = copy.size() / vocab;
-                return to_numpy(std::move(copy), {n, vocab});
+            [](const Session& s, size_t first) {
+                const std::vector<float>& all = s.logits();
+                const size_t vocab = s.executor().engine().config().vocab_size, n = all.size() / vocab;
+                first = std::min(first, n);
+                std::vector<float> copy(all.begin() + static_cast<ptrdiff_t>(first * vocab), all.end());
+                return to_numpy(std::move(copy), {n - first, vocab});
             },
-            "float32 [n, vocab]: the logits behind each token emitted since begin(keep_logits=True).")
+            "first"_a = 0,
+            "float32 [n, vocab]: the logits behind the tokens emitted since begin(keep_logits=True), from "
+            "number `first` on.")
         .def(
             "cache",
             [](const Session& s, int layer) {

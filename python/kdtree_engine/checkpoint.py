@@ -303,7 +303,7 @@ class Bundle(_Closing):
 
     def __init__(self, path: Path, latent_norm_eps: float | None = None) -> None:
         self.path = path
-        self.arrays: dict[str, npt.NDArray[Any]] = kdtr.read(path)
+        self.arrays = _read_bundle(path)
         fields = {
             name.removeprefix(_CONFIG): self._scalar(name) for name in self.arrays if name.startswith(_CONFIG)
         }
@@ -324,9 +324,13 @@ class Bundle(_Closing):
 
     def tensors(self) -> list[TensorInfo]:
         return [
-            TensorInfo(name, _DTYPE_NAMES.get(a.dtype.name, a.dtype.name), a.shape, a.nbytes, self.path.name)
+            TensorInfo(name, _dtype_name(a.dtype), a.shape, a.nbytes, self.path.name)
             for name, a in self.arrays.items()
         ]
+
+    def recorded(self) -> dict[str, npt.NDArray[Any]]:
+        """What the bundle holds beside config and weights."""
+        return {name: a for name, a in self.arrays.items() if not name.startswith((_CONFIG, *_WEIGHTS))}
 
     def load_into(self, builder: Builder, progress: Progress | None = None) -> None:
         wanted = {name: may_be_int4 for name, _, may_be_int4 in builder.expected()}
@@ -367,14 +371,23 @@ class Bundle(_Closing):
         return float(array)
 
     def _loadable(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if kdtr.is_bf16(array.dtype):
+            return kdtr.bf16_bits(array)
         if array.dtype == np.float16:
-            return array.astype(np.float32)
-        if array.dtype.name not in _DTYPE_NAMES:
-            fail(
-                "bad_model",
-                f"{self.path}: {name} has dtype {array.dtype.name}; expected f32, bf16, f16 or INT4 words",
-            )
-        return np.ascontiguousarray(array)
+            return kdtr.to_float32(array)
+        if array.dtype not in (np.float32, np.int32):
+            kind = _dtype_name(array.dtype)
+            fail("bad_model", f"{self.path}: {name} has dtype {kind}; expected f32, bf16, f16 or INT4 words")
+        return array
 
 
-_DTYPE_NAMES = {"float32": "f32", "uint16": "bf16", "float16": "f16", "int32": "i32"}
+def _read_bundle(path: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        return kdtr.read(path)
+    except kdtr.KdtrError as error:
+        fail(error.code, str(error), error)
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """A dtype as KDTR calls it."""
+    return "bf16" if kdtr.is_bf16(dtype) else f"{dtype.kind}{8 * dtype.itemsize}"

@@ -7,7 +7,7 @@ message as the C++ side: one sentence that names the file, tensor or field and w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 ErrorCode = Literal[
     "invalid_argument",  # the caller's value is out of range, or two values contradict each other
@@ -33,8 +33,8 @@ else:
 __all__ = ["EngineError", "ErrorCode", "fail"]
 
 
-def fail(code: ErrorCode, message: str, cause: BaseException | None = None) -> NoReturn:
+def fail(code: ErrorCode | str, message: str, cause: BaseException | None = None) -> NoReturn:
     """Raise EngineError with `code`; `message` is one sentence without a final full stop."""
     error = EngineError(message)
-    error.code = code
+    error.code = cast("ErrorCode", code)
     raise error from cause

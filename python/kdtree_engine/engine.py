@@ -1,0 +1,187 @@
+"""Engine: a model, loaded and ready, with its tokenizer. ::
+
+    engine = Engine.load("path/to/model")
+    session = engine.session()
+    for event in session.generate("Once upon a time", max_tokens=64):
+        print(event.text, end="", flush=True)
+
+An engine is immutable and may have any number of sessions; what changes while text is generated lives in
+them. Engine and sessions belong to one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _native
+from .checkpoint import Bundle, Progress, open_checkpoint
+from .config import ModelConfig
+from .errors import EngineError, fail
+from .sampling import integer
+from .session import Session
+from .tokenizer import ByteTokenizer, Tokenizer, generation_eos, load_tokenizer
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """A loaded model. Made by :meth:`load`.
+
+    ``path``; ``config`` (the numbers of the model); ``tokenizer``, None where the model has none and its
+    vocabulary is too small for bytes; ``eos_token_ids``, the tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        native: _native.Engine,
+        path: Path,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        context: int = 0,
+        recorded: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> None:
+        self.native = native
+        self.path = path
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self._context = context
+        self._recorded = dict(recorded or {})
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str = "auto",
+        threads: int = 0,
+        context: int | None = None,
+        progress: Progress | None = None,
+        latent_norm_eps: float | None = None,
+    ) -> Engine:
+        """Load a Hugging Face folder or a .kdtr bundle.
+
+        `device`: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA where this build and this machine
+        have it, else the CPU. `threads` of the CPU, 0 for one per usable core. `context`: how many tokens a
+        session may hold unless it asks for another number; None is the smaller of the model's limit and
+        8192. `progress` is called with (bytes loaded, bytes in all). `latent_norm_eps`: see
+        ``config.DEFAULT_LATENT_NORM_EPS``; None takes that default, or what a bundle says.
+
+        Raises EngineError; nothing stays behind then.
+        """
+        integer(threads, "threads", 0, 1024)
+        with open_checkpoint(path, latent_norm_eps) as checkpoint:
+            config = checkpoint.config
+            wanted = integer(context, "context", 1, _positions(config)) if context is not None else 0
+            tokenizer, eos = _text_side(checkpoint.path, config)
+            builder = _builder(config, device, threads)
+            checkpoint.load_into(builder, progress)
+            native = builder.finish()
+            recorded = checkpoint.recorded() if isinstance(checkpoint, Bundle) else None
+        return cls(native, checkpoint.path, config, tokenizer, eos, wanted, recorded)
+
+    @property
+    def device(self) -> str:
+        return self.native.device
+
+    @property
+    def description(self) -> str:
+        """Device, instruction set and threads, for people and records."""
+        return self.native.description
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.native.weight_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+    def session(self, context: int | None = None) -> Session:
+        """A new, empty session for up to `context` tokens, prompt and answer together.
+
+        Its memory is taken here, after the sum has been compared with what there is: EngineError
+        ``out_of_memory`` has the numbers. None is the engine's own number.
+        """
+        limit = self._context
+        if context is not None:
+            limit = integer(context, "context", 1, _positions(self.config))
+        return Session(self, _native.Session(_native.Executor(self.native, limit)), limit)
+
+    def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
+        """Tokens of `text`: see ``tokenizer.Tokenizer.encode``."""
+        return self.text_tokenizer("text").encode(text, start=start, special=special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`, special tokens left out."""
+        return self.text_tokenizer("text").decode(tokens)
+
+    def text_tokenizer(self, purpose: str) -> Tokenizer:
+        """The tokenizer; EngineError ``unsupported``, naming what it was for, where there is none."""
+        if self.tokenizer is None:
+            why = (
+                "has no tokenizer.json"
+                if self.path.is_dir()
+                else f"has only {self.vocab_size} tokens, no text"
+            )
+            fail("unsupported", f"{self.path} {why}: {purpose} needs a tokenizer; give token ids instead")
+        return self.tokenizer
+
+    def drafter(self, name: str) -> _native.Drafter | None:
+        """The drafter called `name`, None for ``"none"``.
+
+        ``"ngram"`` (also what ``"auto"`` stands for) looks the text's last tokens up in the text.
+        ``"replay"`` plays the draft tables that a golden bundle recorded. ``"planted"`` needs a known
+        continuation, which :meth:`Session.generate` finds by decoding plainly first.
+        """
+        if name in ("auto", "ngram"):
+            return _native.NgramDrafter()
+        if name == "none":
+            return None
+        if name == "replay":
+            return self._replay()
+        if name == "dflash":
+            fail("unsupported", "the drafter dflash needs a draft model, which this version cannot load")
+        fail("invalid_argument", f"drafter {name!r} is not known; known: {', '.join(DRAFTERS)}")
+
+    def _replay(self) -> _native.Drafter:
+        missing = [name for name in _REPLAY if name not in self._recorded]
+        if missing:
+            fail("unsupported", f"{self.path} has no recorded drafts ({missing[0]}) for the drafter replay")
+        position, tokens, logp = (self._recorded[name] for name in _REPLAY)
+        return _native.ReplayDrafter(
+            np.ascontiguousarray(position, np.int32),
+            np.ascontiguousarray(tokens, np.int32),
+            np.ascontiguousarray(logp, np.float32),
+        )
+
+
+DRAFTERS = ("auto", "dflash", "ngram", "replay", "planted", "none")
+_REPLAY = ("draft.position", "draft.tokens", "draft.logp")
+
+
+def _positions(config: ModelConfig) -> int:
+    return int(config["max_position_embeddings"])
+
+
+def _text_side(path: Path, config: ModelConfig) -> tuple[Tokenizer | None, frozenset[int]]:
+    if path.is_dir():
+        return load_tokenizer(path), config.eos_token_ids | generation_eos(path)
+    return (ByteTokenizer() if config["vocab_size"] >= 256 else None), frozenset()
+
+
+def _builder(config: ModelConfig, device: str, threads: int) -> _native.EngineBuilder:
+    if device == "auto" and _native.build_info()["cuda"]:
+        try:
+            return _native.EngineBuilder(dict(config.fields), "cuda", threads)
+        except EngineError as error:
+            if error.code != "unsupported":  # a machine without a driver or a device has its CPU
+                raise
+    return _native.EngineBuilder(dict(config.fields), "cpu" if device == "auto" else device, threads)
