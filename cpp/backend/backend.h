@@ -291,13 +291,17 @@ struct SelectArgs {  // the token that the target emits after each row; -1 where
     int32_t* token;  // [R]
 };
 
-struct AcceptArgs {  // walk from the root while the target's token is a child
+struct AcceptArgs {  // walk from the root while the target's token is a child; cut where plain decoding ends
     TreeArrays tree;
-    const int32_t* live;      // scalar: rows verified
-    const int32_t* selected;  // [kMaxTreeRows] target token after each row
-    int32_t* length;          // scalar out: rows on the path, the root included (>= 1)
-    int32_t* path;            // [kMaxTreeRows] out: rows, root first
-    int32_t* emitted;         // [kMaxTreeRows] out: tokens: path[1..] and the bonus; `length` of them
+    const int32_t* live;        // scalar: rows verified
+    const int32_t* selected;    // [kMaxTreeRows] target token after each row; -1: none could be chosen
+    const int32_t* limit;       // scalar: tokens that may still be emitted, >= 1 (max_tokens and the context)
+    const int32_t* stop_count;  // scalar: <= kMaxStops
+    const int32_t* stops;       // [kMaxStops] a token among these ends the walk
+    int32_t* length;            // scalar out: tokens emitted, which is also the number of rows to commit
+    int32_t* failed;            // scalar out: 1 where the walk reached a row with no token before it was cut
+    int32_t* path;              // [kMaxTreeRows] out: rows, root first; `length` of them
+    int32_t* emitted;           // [kMaxTreeRows] out: the token after each of them
 };
 
 struct CommitArgs {         // scratch latents of rows[j] -> position start + j of the sequence, for one layer

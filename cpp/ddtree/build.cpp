@@ -63,10 +63,12 @@ class Builder {
         return -1;
     }
 
+    bool is_token(int32_t token) const { return token >= 0 && token < limits_.vocab; }
+
     // Whether an entry may follow the one before it in its row (which is usable itself).
     bool usable(int depth, int rank) const {
         const int at = (depth - 1) * table_.width + rank;
-        return is_log_probability(table_.logp[at]) && table_.token[at] >= 0 &&
+        return is_log_probability(table_.logp[at]) && is_token(table_.token[at]) &&
                (rank == 0 || table_.logp[at] <= table_.logp[at - 1]);
     }
 
@@ -90,7 +92,7 @@ class Builder {
             int node = 0;
             for (int d = 0; d < paths_.length[p]; ++d) {
                 const int at = p * paths_.stride + d;
-                if (!is_log_probability(paths_.logp[at])) break;
+                if (!is_log_probability(paths_.logp[at]) || !is_token(paths_.token[at])) break;
                 node = child_with_token(node, paths_.token[at]);
                 if (node < 0) break;
                 tree_.source[node] |= kFromPath;
@@ -132,7 +134,7 @@ class Builder {
     void push_path(int path, int parent, int parent_depth, double parent_weight) {
         if (parent_depth >= paths_.length[path] || parent_depth >= limits_.max_depth) return;
         const int at = path * paths_.stride + parent_depth;
-        if (!is_log_probability(paths_.logp[at]) || paths_.token[at] < 0) return;
+        if (!is_log_probability(paths_.logp[at]) || !is_token(paths_.token[at])) return;
         frontier_.push(Candidate{parent_weight + paths_.logp[at], path, parent, parent_depth + 1, {}});
     }
 

@@ -9,7 +9,7 @@
 // nodes of any larger one.
 //
 // A table row or a path ends at its first entry that is no log-probability in order: NaN, infinite, positive,
-// or (table) greater than the entry before it; a path also at a negative token. Such values only cost
+// or (table) greater than the entry before it; both at a token outside the vocabulary. Such values only cost
 // acceptance.
 #pragma once
 
@@ -36,8 +36,9 @@ struct DraftPaths {
 };
 
 struct BuildLimits {
-    int budget = 0;     // nodes at most, the root not counted
-    int max_depth = 0;  // depth of a node at most
+    int budget = 0;         // nodes at most, the root not counted
+    int max_depth = 0;      // depth of a node at most
+    int vocab = INT32_MAX;  // tokens are 0 .. vocab - 1
 };
 
 Tree build_tree(int32_t root_token, const DraftTable& table, const DraftPaths& paths,

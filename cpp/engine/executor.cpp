@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "core/error.h"
+#include "ddtree/build.h"
 #include "model/rope.h"
 
 namespace kdt {
@@ -14,7 +15,6 @@ namespace {
 
 constexpr int kDefaultContext = 8192;
 constexpr int kDefaultPrefillRows = 256;
-constexpr int kMaxPaths = kMaxTableWidth;
 
 template <class T>
 void put(Backend& b, const Buffer& to, std::span<const T> values) {
@@ -111,27 +111,23 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     batch_ = {token_.as<int32_t>(),  sequence_.as<int32_t>(),       position_.as<int32_t>(),
               prefix_.as<int32_t>(), ancestor_count_.as<int32_t>(), ancestors_.as<int32_t>()};
 
-    const auto proposal = [&](size_t n) { return Buffer(backend_, n * sizeof(int32_t), "draft"); };
-    table_token_ = proposal(kMaxTableDepth * kMaxTableWidth);
-    table_logp_ = proposal(kMaxTableDepth * kMaxTableWidth);
-    table_depth_ = proposal(1);
-    path_count_ = proposal(1);
-    path_length_ = proposal(kMaxPaths);
-    path_token_ = proposal(kMaxPaths * kMaxDepth);
-    path_logp_ = proposal(kMaxPaths * kMaxDepth);
-    root_ = proposal(1);
-    start_ = proposal(1);
-    tree_count_ = proposal(1);
-    tree_token_ = proposal(kMaxTreeRows);
-    tree_parent_ = proposal(kMaxTreeRows);
-    tree_depth_ = proposal(kMaxTreeRows);
-    tree_source_ = proposal(kMaxTreeRows);
-    tree_weight_ = Buffer(backend_, kMaxTreeRows * sizeof(double), "draft");
-    nodes_ = proposal(1);
+    const auto tree = [&](size_t n) { return Buffer(backend_, n * sizeof(int32_t), "draft tree"); };
+    start_ = tree(1);
+    nodes_ = tree(1);
+    tree_count_ = tree(1);
+    tree_token_ = tree(kMaxTreeRows);
+    tree_parent_ = tree(kMaxTreeRows);
+    tree_depth_ = tree(kMaxTreeRows);
+    tree_source_ = tree(kMaxTreeRows);
+    tree_weight_ = Buffer(backend_, kMaxTreeRows * sizeof(double), "draft tree");
     selected_ = ints(max_rows_);
-    walk_length_ = proposal(1);
-    walk_path_ = proposal(kMaxTreeRows);
-    walk_emitted_ = proposal(kMaxTreeRows);
+    limit_ = tree(1);
+    stop_count_ = tree(1);
+    stops_ = tree(kMaxStops);
+    walk_length_ = tree(1);
+    walk_failed_ = tree(1);
+    walk_path_ = tree(kMaxTreeRows);
+    walk_emitted_ = tree(kMaxTreeRows);
     tree_ = {tree_count_.as<int32_t>(), tree_token_.as<int32_t>(),  tree_parent_.as<int32_t>(),
              tree_depth_.as<int32_t>(), tree_source_.as<int32_t>(), tree_weight_.as<double>()};
 
@@ -345,49 +341,35 @@ void Executor::run_rows(int sequence, std::span<const RowSpec> rows, std::span<c
 // ------------------------------------------------------------------------------------------------------------
 // round stages
 
-int Executor::build(int32_t root, const Proposal& proposal, int budget, int max_depth) {
-    const int depth = std::min(proposal.depth, kMaxTableDepth);
-    const int paths = std::min(static_cast<int>(proposal.paths.size()), kMaxPaths);
-    if (proposal.width > kMaxTableWidth)
-        fail(ErrorCode::invalid_argument, "a draft table has %d ranks; expected at most %d", proposal.width,
-             kMaxTableWidth);
-    const size_t entries = static_cast<size_t>(depth) * proposal.width;
-    put<int32_t>(backend_, table_token_, std::span<const int32_t>(proposal.table_token.data(), entries));
-    put<float>(backend_, table_logp_, std::span<const float>(proposal.table_logp.data(), entries));
-    put<int32_t>(backend_, table_depth_, static_cast<int32_t>(depth));
-    std::vector<int32_t> length(paths), token(static_cast<size_t>(paths) * kMaxDepth, -1);
+const Tree& Executor::build(int32_t root, const Proposal& proposal, int budget, int max_depth) {
+    const size_t entries = static_cast<size_t>(proposal.depth) * proposal.width;
+    if (proposal.table_token.size() != entries || proposal.table_logp.size() != entries)
+        fail(ErrorCode::invalid_argument,
+             "a draft table of [%d, %d] holds %zu tokens and %zu log-probabilities", proposal.depth,
+             proposal.width, proposal.table_token.size(), proposal.table_logp.size());
+    const DraftTable table{proposal.depth, proposal.width, proposal.table_token.data(),
+                           proposal.table_logp.data()};
+    const size_t paths = proposal.paths.size();
+    std::vector<int32_t> length(paths), token(paths * kMaxDepth, -1);
     std::vector<float> logp(token.size(), 0.0f);
-    for (int p = 0; p < paths; ++p) {
+    for (size_t p = 0; p < paths; ++p) {
         const Proposal::Path& path = proposal.paths[p];
-        length[p] = std::min<int32_t>(static_cast<int32_t>(path.token.size()), kMaxDepth);
-        std::copy_n(path.token.begin(), length[p], token.begin() + static_cast<size_t>(p) * kMaxDepth);
-        std::copy_n(path.logp.begin(), length[p], logp.begin() + static_cast<size_t>(p) * kMaxDepth);
+        length[p] = static_cast<int32_t>(std::min<size_t>({path.token.size(), path.logp.size(), kMaxDepth}));
+        std::copy_n(path.token.begin(), length[p], token.begin() + p * kMaxDepth);
+        std::copy_n(path.logp.begin(), length[p], logp.begin() + p * kMaxDepth);
     }
-    put<int32_t>(backend_, path_count_, static_cast<int32_t>(paths));
-    put<int32_t>(backend_, path_length_, std::span<const int32_t>(length));
-    put<int32_t>(backend_, path_token_, std::span<const int32_t>(token));
-    put<float>(backend_, path_logp_, std::span<const float>(logp));
-    put<int32_t>(backend_, root_, root);
+    const DraftPaths list{static_cast<int>(paths), kMaxDepth, length.data(), token.data(), logp.data()};
+    host_tree_ = build_tree(root, table, list,
+                            {std::clamp(budget, 0, kMaxNodes), std::clamp(max_depth, 0, kMaxDepth),
+                             engine_->config().vocab_size});
 
-    BuildTreeArgs args{};
-    args.proposal = {table_depth_.as<int32_t>(),
-                     table_token_.as<int32_t>(),
-                     table_logp_.as<float>(),
-                     proposal.width,
-                     path_count_.as<int32_t>(),
-                     path_length_.as<int32_t>(),
-                     path_token_.as<int32_t>(),
-                     path_logp_.as<float>(),
-                     kMaxPaths};
-    args.budget = std::clamp(budget, 0, kMaxNodes);
-    args.max_depth = std::clamp(max_depth, 0, kMaxDepth);
-    args.root = root_.as<int32_t>();
-    args.tree = tree_;
-    backend_.build_tree(args);
-    const int count = get(backend_, tree_.count, 1)[0];
-    node_weight_ = get(backend_, tree_.weight, count + 1);
-    tree_parent_host_ = get(backend_, tree_.parent, count + 1);
-    return count;
+    put<int32_t>(backend_, tree_count_, static_cast<int32_t>(host_tree_.count));
+    put<int32_t>(backend_, tree_token_, std::span<const int32_t>(host_tree_.token));
+    put<int32_t>(backend_, tree_parent_, std::span<const int32_t>(host_tree_.parent));
+    put<int32_t>(backend_, tree_depth_, std::span<const int32_t>(host_tree_.depth));
+    put<int32_t>(backend_, tree_source_, std::span<const int32_t>(host_tree_.source));
+    put<double>(backend_, tree_weight_, std::span<const double>(host_tree_.weight));
+    return host_tree_;
 }
 
 bool Executor::verify(int sequence, int start, int nodes, const std::atomic<bool>* cancel) {
@@ -405,39 +387,56 @@ bool Executor::verify(int sequence, int start, int nodes, const std::atomic<bool
     return run(args);
 }
 
-void Executor::select(const SampleParams& sample, int first_logit_row, int rows,
-                      std::vector<int32_t>* tokens) {
+void Executor::select(const SampleParams& sample, int first_row, int rows) {
     put<int32_t>(backend_, logit_live_, static_cast<int32_t>(rows));
     backend_.select({{rows, logit_live_.as<int32_t>()},
                      logits_.as<float>(),
                      engine_->config().vocab_size,
-                     batch_.position + first_logit_row,
+                     batch_.position + first_row,
                      sample,
                      selected_.as<int32_t>()});
-    if (tokens != nullptr) *tokens = get(backend_, selected_.as<int32_t>(), rows);
 }
 
-Executor::Walk Executor::accept() {
-    backend_.accept({tree_, live_.as<int32_t>(), selected_.as<int32_t>(), walk_length_.as<int32_t>(),
-                     walk_path_.as<int32_t>(), walk_emitted_.as<int32_t>()});
+void Executor::accept(int limit, std::span<const int32_t> stops) {
+    put<int32_t>(backend_, limit_, static_cast<int32_t>(limit));
+    put<int32_t>(backend_, stop_count_, static_cast<int32_t>(stops.size()));
+    put<int32_t>(backend_, stops_, stops);
+    AcceptArgs args{};
+    args.tree = tree_;
+    args.live = live_.as<int32_t>();
+    args.selected = selected_.as<int32_t>();
+    args.limit = limit_.as<int32_t>();
+    args.stop_count = stop_count_.as<int32_t>();
+    args.stops = stops_.as<int32_t>();
+    args.length = walk_length_.as<int32_t>();
+    args.failed = walk_failed_.as<int32_t>();
+    args.path = walk_path_.as<int32_t>();
+    args.emitted = walk_emitted_.as<int32_t>();
+    backend_.accept(args);
+}
+
+void Executor::commit(int sequence) {
+    for (const LatentCache& cache : caches_)
+        backend_.commit({walk_length_.as<int32_t>(), walk_path_.as<int32_t>(), start_.as<int32_t>(), sequence,
+                         engine_->config().cache_width(), cache});
+}
+
+Executor::Walk Executor::walk() {
     const int length = get(backend_, walk_length_.as<int32_t>(), 1)[0];
     Walk walk;
+    walk.failed = get(backend_, walk_failed_.as<int32_t>(), 1)[0] != 0;
     walk.path = get(backend_, walk_path_.as<int32_t>(), length);
     walk.emitted = get(backend_, walk_emitted_.as<int32_t>(), length);
+    const std::vector<int32_t>& parent = host_tree_.parent;
     for (int j = 1; j < length; ++j) {
-        const int32_t parent = walk.path[j - 1];
-        const auto first = std::find(tree_parent_host_.begin() + parent + 1, tree_parent_host_.end(), parent);
-        if (first - tree_parent_host_.begin() != walk.path[j]) walk.branched = true;
+        const auto first = std::find(parent.begin(), parent.end(), walk.path[j - 1]);
+        if (first - parent.begin() != walk.path[j]) walk.branched = true;
     }
     return walk;
 }
 
-void Executor::commit(int sequence, int start, int rows) {
-    put<int32_t>(backend_, walk_length_, static_cast<int32_t>(rows));
-    put<int32_t>(backend_, start_, start);
-    for (const LatentCache& cache : caches_)
-        backend_.commit({walk_length_.as<int32_t>(), walk_path_.as<int32_t>(), start_.as<int32_t>(), sequence,
-                         engine_->config().cache_width(), cache});
+std::vector<int32_t> Executor::selected(int rows) const {
+    return get(backend_, selected_.as<int32_t>(), rows);
 }
 
 void Executor::measure_costs(int sequence) {

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "ddtree/tree.h"
 #include "draft/drafter.h"
 #include "engine/budget.h"
 #include "engine/engine.h"
@@ -54,19 +55,23 @@ class Executor {
                   std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
                   std::vector<float>& logits, std::vector<float>& taps);
 
-    // The stages of a round, on device arrays.
-    int build(int32_t root, const Proposal& proposal, int budget,
-              int max_depth);                                              // returns the number of nodes
-    std::span<const double> node_weights() const { return node_weight_; }  // of the last build, root first
+    // The stages of a round. Everything from `verify` to `commit` is queued without a read-back; `walk` is
+    // the one. Builds the draft tree of a host proposal and uploads it; returns it.
+    const Tree& build(int32_t root, const Proposal& proposal, int budget, int max_depth);
+    // Forward over the first `nodes` nodes and the root; false when cancelled.
     bool verify(int sequence, int start, int nodes, const std::atomic<bool>* cancel);
-    void select(const SampleParams& sample, int first_logit_row, int rows, std::vector<int32_t>* tokens);
+    void select(const SampleParams& sample, int first_row, int rows);
+    void accept(int limit, std::span<const int32_t> stops);
+    void commit(int sequence);
     struct Walk {
-        std::vector<int32_t> path;     // rows, root first
-        std::vector<int32_t> emitted;  // one token after each
+        std::vector<int32_t> path;     // rows committed, root first
+        std::vector<int32_t> emitted;  // the token after each of them
+        bool failed = false;           // no token could be chosen after the next row
         bool branched = false;         // the path took a child that is not its parent's heaviest
     };
-    Walk accept();
-    void commit(int sequence, int start, int rows);
+    Walk walk();
+    // The tokens that `select` chose for its first `rows` rows.
+    std::vector<int32_t> selected(int rows) const;
 
     // What a verify costs, measured once on distinct rows of scratch, touching no session (law 2: none of it
     // reaches the output).
@@ -96,20 +101,17 @@ class Executor {
     std::vector<LatentCache> caches_;
     std::unique_ptr<ForwardScratch> activations_;
 
-    // Row batch, proposal, tree and walk on the device.
+    // Row batch, tree and walk on the device.
     Buffer token_, sequence_, position_, prefix_, ancestor_count_, ancestors_, live_, logit_index_,
         logit_live_;
     Buffer tap_index_, tap_live_;
-    Buffer table_token_, table_logp_, table_depth_, path_count_, path_length_, path_token_, path_logp_, root_,
-        start_;
-    Buffer tree_count_, tree_token_, tree_parent_, tree_depth_, tree_source_, tree_weight_, nodes_;
-    Buffer selected_, walk_length_, walk_path_, walk_emitted_;
+    Buffer start_, tree_count_, tree_token_, tree_parent_, tree_depth_, tree_source_, tree_weight_, nodes_;
+    Buffer selected_, limit_, stop_count_, stops_, walk_length_, walk_failed_, walk_path_, walk_emitted_;
     RowBatch batch_;
     TreeArrays tree_;
     RopeTable rope_;
-    std::vector<double> node_weight_;
     CostTable costs_;
-    std::vector<int32_t> tree_parent_host_;
+    Tree host_tree_;
 };
 
 }  // namespace kdt

@@ -154,11 +154,12 @@ StepResult Session::prefill_chunk() {
         return result;
     }
     if (last) {
-        std::vector<int32_t> token;
-        executor_->select(params_.sample, n - 1, 1, &token);
-        if (params_.keep_logits && token[0] >= 0) kept_logits_ = executor_->logits(0);
+        executor_->select(params_.sample, n - 1, 1);
+        const std::vector<int32_t> token = executor_->selected(1);
+        const bool failed = token[0] < 0;
+        if (params_.keep_logits && !failed) kept_logits_ = executor_->logits(0);
         committed_ += n;
-        keep(token, result);
+        emit({token.data(), failed ? 0u : 1u}, failed, result);
     } else {
         committed_ += n;
     }
@@ -184,30 +185,33 @@ StepResult Session::round() {
     if (drafting) params_.drafter->propose(tokens_, max_depth, proposal);
     const double draft_seconds = watch.lap();
 
-    executor_->build(tokens_.back(), proposal, budget_.max_nodes(), max_depth);
-    const int nodes = budget_.choose(executor_->node_weights(), executor_->costs());
+    const Tree& tree = executor_->build(tokens_.back(), proposal, budget_.max_nodes(), max_depth);
+    const int nodes = budget_.choose(tree.weight, executor_->costs());
     const double build_seconds = watch.lap();
 
     if (!executor_->verify(sequence_, start, nodes, &cancel_)) {
         result.finish = Finish::cancelled;
         return result;
     }
-    executor_->select(params_.sample, 0, nodes + 1, nullptr);
+    executor_->select(params_.sample, 0, nodes + 1);
     const double verify_seconds = watch.lap();
 
-    const Executor::Walk walk = executor_->accept();
-    const int kept = keep(walk.emitted, result);
+    executor_->accept(std::min(params_.max_tokens - emitted_, context - static_cast<int>(tokens_.size())),
+                      params_.stop_tokens);
+    executor_->commit(sequence_);
+    const double commit_seconds = watch.lap();
+
+    const Executor::Walk walk = executor_->walk();
+    const int kept = static_cast<int>(walk.emitted.size());
+    committed_ = start + kept;
+    emit(walk.emitted, walk.failed, result);
     if (params_.keep_logits) {
-        for (int j = 0; j < kept; ++j) {
-            const std::vector<float> row = executor_->logits(walk.path[j]);
-            kept_logits_.insert(kept_logits_.end(), row.begin(), row.end());
+        for (const int32_t row : walk.path) {
+            const std::vector<float> logits = executor_->logits(row);
+            kept_logits_.insert(kept_logits_.end(), logits.begin(), logits.end());
         }
     }
     const double accept_seconds = watch.lap();
-
-    if (kept > 0) executor_->commit(sequence_, start, kept);
-    committed_ = start + kept;
-    const double commit_seconds = watch.lap();
 
     ++stats_.rounds;
     ++stats_.target_forwards;
@@ -228,29 +232,21 @@ StepResult Session::round() {
     return result;
 }
 
-int Session::keep(std::span<const int32_t> emitted, StepResult& result) {
-    int kept = 0;
-    for (const int32_t token : emitted) {
-        if (token < 0) {
-            result.finish = Finish::error;
-            result.error =
-                format("the logits after token %zu hold NaN or no finite value", tokens_.size() - 1);
-            break;
-        }
-        tokens_.push_back(token);
-        result.tokens.push_back(token);
-        ++emitted_;
-        ++kept;
-        const auto& stops = params_.stop_tokens;
-        if (std::find(stops.begin(), stops.end(), token) != stops.end())
-            result.finish = Finish::stop;
-        else if (emitted_ >= params_.max_tokens)
-            result.finish = Finish::length;
-        else if (tokens_.size() >= static_cast<size_t>(executor_->context()))
-            result.finish = Finish::context;
-        if (result.finish != Finish::none) break;
+void Session::emit(std::span<const int32_t> tokens, bool failed, StepResult& result) {
+    tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
+    result.tokens.assign(tokens.begin(), tokens.end());
+    emitted_ += static_cast<int>(tokens.size());
+    const auto& stops = params_.stop_tokens;
+    if (failed) {
+        result.finish = Finish::error;
+        result.error = format("the logits after token %zu hold NaN or no finite value", tokens_.size() - 1);
+    } else if (std::find(stops.begin(), stops.end(), tokens_.back()) != stops.end()) {
+        result.finish = Finish::stop;
+    } else if (emitted_ >= params_.max_tokens) {
+        result.finish = Finish::length;
+    } else if (tokens_.size() >= static_cast<size_t>(executor_->context())) {
+        result.finish = Finish::context;
     }
-    return kept;
 }
 
 void Session::rewind(int length) {

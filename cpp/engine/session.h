@@ -77,9 +77,8 @@ class Session {
   private:
     StepResult prefill_chunk();
     StepResult round();
-    // Keeps the prefix of `emitted` that plain decoding would have emitted, appends it, and says why it ends
-    // there.
-    int keep(std::span<const int32_t> emitted, StepResult& result);
+    // Appends what was emitted and says whether, and why, the generation ends here.
+    void emit(std::span<const int32_t> tokens, bool failed, StepResult& result);
 
     std::shared_ptr<Executor> executor_;
     int sequence_;
