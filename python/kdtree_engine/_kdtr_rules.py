@@ -6,6 +6,7 @@ import struct
 from typing import NamedTuple, NoReturn
 
 from ._crc32c import crc32c
+from .errors import EngineError, ErrorCode
 
 MAGIC = b"KDTR"
 GUARD = b"\r\n\x1a\n"
@@ -38,7 +39,7 @@ DTYPE_NUMBERS = {name: number for number, (name, _) in DTYPES.items()}
 _CONTROL = frozenset(map(chr, [*range(0x20), *range(0x7F, 0xA0)]))
 
 
-class KdtrError(ValueError):
+class KdtrError(EngineError):
     """A file that breaks a rule of the format, tensors that cannot be written, or a refusal of the system.
 
     ``rule`` is the code of the rule (``"E_OVERLAP"``), ``code`` the engine's: ``bad_file``, ``io`` or
@@ -47,7 +48,7 @@ class KdtrError(ValueError):
 
     rule: str
 
-    def __init__(self, label: str, rule: str, sentence: str, code: str = "bad_file") -> None:
+    def __init__(self, label: str, rule: str, sentence: str, code: ErrorCode = "bad_file") -> None:
         super().__init__(f"{label}: [{rule}] {sentence}")
         self.rule = rule
         self.code = code

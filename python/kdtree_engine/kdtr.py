@@ -105,7 +105,8 @@ class KdtrFile(Mapping[str, "NDArray[Any]"]):
     def __init__(self, buffer: ReadableBuffer, label: str = "<memory>") -> None:
         """Check rules 4 to 38 on a bytes-like object, which must stay unchanged. Raises KdtrError."""
         self.label = label
-        self._buffer = memoryview(buffer).cast("B").toreadonly()
+        view = memoryview(buffer)
+        self._buffer = (view.cast("B") if view.nbytes else memoryview(b"")).toreadonly()
         self._index = {info.name: info for info in rules.parse(self._buffer, label)}
 
     @classmethod

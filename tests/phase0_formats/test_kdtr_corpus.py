@@ -108,7 +108,7 @@ def _both(path: Path | str) -> tuple[str, str]:
 
 @pytest.mark.timeout(30)
 def test_files_that_are_none(tmp_path: Path) -> None:
-    """A pipe without a writer must not hang, a device must not be read, a folder must not be called damaged."""
+    """A pipe without a writer must not hang, a device must not be read, a folder is not damaged."""
     assert _both(tmp_path / "missing.kdtr") == ("E_OPEN", "E_OPEN")
     assert _both("") == ("E_OPEN", "E_OPEN")
     assert kdtr.check("a\0b") == "E_OPEN"

@@ -1,4 +1,4 @@
-"""What the Python reader hands out: read-only views of the map, types that stay known, nothing touched too early."""
+"""What the Python reader hands out: read-only views of the map, types that stay known."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_arrays_are_read_only_views(path: Path) -> None:
-    """A writable array would be a private page that silently differs from the file; a copy doubles the memory."""
+    """A writable array would be a private page that differs from the file; a copy doubles the memory."""
     arrays = kdtr.read(path)
     gc.collect()  # the map must live as long as its arrays
     for name, array in arrays.items():
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
-        assert array.flags.aligned and not array.flags.owndata or array.size == 0, name
+        assert array.size == 0 or (array.flags.aligned and not array.flags.owndata), name
     assert arrays["f32"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert arrays["f32"].ctypes.data % 64 == 0
 
@@ -60,7 +60,7 @@ def test_file_is_a_lazy_mapping(path: Path) -> None:
     with pytest.raises(KeyError):
         file["missing"]
     assert file["f32"][1, 2] == 5
-    with pytest.raises(kdtr.KdtrError, match=r"x\.kdtr: \[E_TENSOR_CRC\] tensor 'f16': checksum of its 4 bytes"):
+    with pytest.raises(kdtr.KdtrError, match=r"x\.kdtr: \[E_TENSOR_CRC\] tensor 'f16': checksum of"):
         file.verify_checksums()
     with pytest.raises(kdtr.KdtrError, match="E_TENSOR_CRC"):
         kdtr.read(path)
@@ -82,7 +82,7 @@ def test_bf16_without_ml_dtypes(path: Path) -> None:
     assert array.dtype == kdtr.BF16_BITS and kdtr.is_bf16(array.dtype)
     assert array[:1].copy().T.dtype == kdtr.BF16_BITS
     with pytest.raises(TypeError):
-        array + array  # noqa: B018
+        np.add(array, array)
     assert kdtr.bf16_bits(array).tolist() == [[0x3F80, 0xC020], [0, 0x7F62]]
     widened = kdtr.to_float32(array)
     assert widened.dtype == np.float32 and widened[0].tolist() == [1.0, -2.5]
@@ -92,7 +92,7 @@ def test_bf16_without_ml_dtypes(path: Path) -> None:
 
 
 def test_widening() -> None:
-    """to_float32 is exact, for NaN and subnormals too, and takes nothing that it would have to round or guess."""
+    """to_float32 is exact, for NaN and subnormals too, and takes nothing that it would have to guess."""
     bits = np.asarray([0x0001, 0x8000, 0x7F80, 0x7FC1, 0xFF80], np.uint16)
     expected = bits.astype(np.uint32) << 16
     for array in (bits.view(ml_dtypes.bfloat16), bits.view(kdtr.BF16_BITS)):

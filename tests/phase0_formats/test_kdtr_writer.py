@@ -35,7 +35,8 @@ WRITERS = {"python": kdtr.write, "native": native_write}
 writers = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
 Write = Callable[[Path, dict[str, np.ndarray]], None]
 
-names = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1, max_size=20)
+letters = st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/\\")
+names = st.text(letters, min_size=1, max_size=20)
 shapes = st.lists(st.integers(0, 5), max_size=8).map(tuple)
 dtypes = st.sampled_from(["<f8", "<f4", "<f2", ml_dtypes.bfloat16, "<i8", "<i4", "u1"])
 
@@ -85,8 +86,8 @@ def test_order_of_the_tensors_does_not_matter(write: Write, tmp_path: Path) -> N
 
 @writers
 def test_the_frozen_file(write: Write, tmp_path: Path) -> None:
-    """A change of the format that changes writers, readers and corpus alike: files that exist must stay readable,
-    and the same tensors must keep the same bytes."""
+    """A change of the format that changes writers, readers and corpus alike: files that exist must stay
+    readable, and the same tensors must keep the same bytes."""
     frozen = ROOT / "tests" / "data" / "kdtr" / "frozen_v1.kdtr"
     tensors = {
         "config.layers": np.asarray(6, np.int64),
@@ -105,7 +106,7 @@ def test_the_frozen_file(write: Write, tmp_path: Path) -> None:
 
 
 def test_arrays_in_any_layout(tmp_path: Path) -> None:
-    """Transposed, strided, big-endian and zero-dimensional arrays, whose memory is not what the file needs."""
+    """Transposed, strided, big-endian and zero-dimensional arrays: memory unlike the file."""
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     tensors: dict[str, Any] = {
         "transposed": base.T,
@@ -198,7 +199,7 @@ def _refuses(write: Write, path: Path, tensors: dict[str, np.ndarray], rule: str
 
 @writers
 def test_targets_that_are_no_files(write: Write, tmp_path: Path) -> None:
-    """A writer that renames over a device or a pipe destroys it; one that fails must not leave a temporary file."""
+    """A writer that renames over a device or a pipe destroys it; one that fails must leave nothing."""
     tensors = {"x": np.zeros(3, np.float32)}
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -214,7 +215,7 @@ def test_targets_that_are_no_files(write: Write, tmp_path: Path) -> None:
 
 @writers
 def test_replacing_a_file(write: Write, tmp_path: Path) -> None:
-    """Whoever mapped the old file keeps it; a link is replaced and what it points to stays; the mode obeys umask."""
+    """Whoever mapped the old file keeps it; a link is replaced, its target stays; the mode obeys umask."""
     path, link = tmp_path / "x.kdtr", tmp_path / "link.kdtr"
     write(path, {"x": np.zeros(3, np.float32)})
     link.symlink_to(path)
@@ -294,7 +295,7 @@ def test_disk_full(language: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("language", WRITERS)
 def test_leftovers_of_a_killed_process(language: str, tmp_path: Path) -> None:
-    """Temporary files of an earlier process of the same number must neither stop the writer nor be overwritten."""
+    """Temporary files of an earlier process of this number neither stop the writer nor are overwritten."""
     assert _write_in_a_process(language, tmp_path / "x.kdtr", stale=5).strip() == "written"
     assert kdtr.check(tmp_path / "x.kdtr") == "ok"
     left = sorted(tmp_path.glob(".kdtr-*"))
@@ -302,7 +303,7 @@ def test_leftovers_of_a_killed_process(language: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "write", "fsync", "close", "rename"])
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"])
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"])
 def test_failure_of_any_step(
     step: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
