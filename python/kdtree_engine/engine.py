@@ -35,7 +35,8 @@ class Engine:
     """A loaded model. Made by :meth:`load`.
 
     ``path``; ``config`` (the numbers of the model); ``tokenizer``, None where the model has none and its
-    vocabulary is too small for bytes; ``eos_token_ids``, the tokens that end a text.
+    vocabulary is too small for bytes; ``eos_token_ids``, the tokens that end a text; ``recorded``, arrays that a
+    bundle holds beside its model (a prompt, draft tables).
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self._context = context
-        self._recorded = dict(recorded or {})
+        self.recorded = dict(recorded or {})
 
     @classmethod
     def load(
@@ -152,10 +153,10 @@ class Engine:
         fail("invalid_argument", f"drafter {name!r} is not known; known: {', '.join(DRAFTERS)}")
 
     def _replay(self) -> _native.Drafter:
-        missing = [name for name in _REPLAY if name not in self._recorded]
+        missing = [name for name in _REPLAY if name not in self.recorded]
         if missing:
             fail("unsupported", f"{self.path} has no recorded drafts ({missing[0]}) for the drafter replay")
-        position, tokens, logp = (self._recorded[name] for name in _REPLAY)
+        position, tokens, logp = (self.recorded[name] for name in _REPLAY)
         return _native.ReplayDrafter(
             np.ascontiguousarray(position, np.int32),
             np.ascontiguousarray(tokens, np.int32),

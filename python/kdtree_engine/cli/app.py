@@ -1,0 +1,191 @@
+"""Commands and their options; how every command ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kdtree_engine.cli import console, exits
+from kdtree_engine.cli import options as o
+from kdtree_engine.cli.interrupt import Interruptible
+
+app = typer.Typer(
+    name="kdtree",
+    help="Speculative decoding with draft trees (DDTree), bit for bit the output of plain decoding.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kdtree_engine.cli.version import package_version
+
+        print(f"kdtree {package_version()}")
+        raise typer.Exit(exits.OK)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        raise exits.UsageProblem("a command is missing; kdtree --help lists them")
+
+
+@app.command()
+def generate(
+    model: o.Model = None,
+    prompt: o.Prompt = None,
+    prompt_file: o.PromptFile = None,
+    prompt_tokens: o.PromptTokens = None,
+    max_tokens: o.MaxTokens = 128,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = 0,
+    stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
+    logprobs: o.Logprobs = None,
+    drafter: o.Drafter = "auto",
+    draft_model: o.DraftModel = None,
+    budget: o.Budget = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = 0,
+    context: o.Context = None,
+    json: o.Json = False,
+) -> int:
+    """Continue a prompt and stream the text to stdout.
+
+    A .kdtr bundle that holds a prompt of its own runs on that where no prompt is given.
+    """
+    arguments = dict(locals())
+    from kdtree_engine.cli import generate as command
+
+    with Interruptible() as interruption:
+        return command.execute(o.RunOptions.from_arguments(arguments), interruption)
+
+
+@app.command()
+def verify(
+    model: o.Model = None,
+    prompt: o.Prompt = None,
+    prompt_file: o.PromptFile = None,
+    prompt_tokens: o.PromptTokens = None,
+    max_tokens: o.MaxTokens = 64,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = 0,
+    stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
+    logprobs: o.Logprobs = None,
+    drafter: o.Drafter = "planted",
+    draft_model: o.DraftModel = None,
+    budget: o.Budget = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = 0,
+    context: o.Context = None,
+    json: o.Json = False,
+) -> int:
+    """Decode plainly and with draft trees, and compare tokens and logits bit for bit.
+
+    With --budget auto (the default) several fixed budgets run, and the engine's own choice. Exit code 1:
+    a difference (the first one is named); 2: nothing was tested, because no draft was accepted.
+    """
+    arguments = dict(locals())
+    from kdtree_engine.cli import verify as command
+
+    with Interruptible() as interruption:
+        return command.execute(o.RunOptions.from_arguments(arguments), interruption)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Hugging Face folder, or a .kdtr file.")],
+    json: o.Json = False,
+) -> int:
+    """Show what a model or file holds, without reading its weights."""
+    from kdtree_engine.cli import inspect as command
+
+    return command.execute(path, json)
+
+
+@app.command()
+def doctor(json: o.Json = False) -> int:
+    """Report version, build, CPU, memory and optional packages, and what this machine will use."""
+    from kdtree_engine.cli import doctor as command
+
+    return command.execute(json)
+
+
+def _is_usage_error(e: Exception) -> bool:
+    """Whether `e` is the option parser's own error.
+
+    typer carries its parser with it or takes it from click, depending on the version, so the type has no
+    one name; what both have is the method that prints the error and the exit code that rates it.
+    """
+    return hasattr(e, "format_message") and hasattr(e, "exit_code")
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code. Every error is one sentence on stderr."""
+    console.prepare_streams()
+    try:
+        result: Any = app(args=arguments, prog_name="kdtree", standalone_mode=False)
+        sys.stdout.flush()
+        return int(result or 0)
+    except exits.UsageProblem as e:
+        console.error(str(e))
+        return exits.USAGE
+    except exits.Failure as e:
+        console.error(str(e))
+        return exits.FAILED
+    except (exits.Interrupted, KeyboardInterrupt) as e:
+        console.log("cancelled")
+        return e.exit_code if isinstance(e, exits.Interrupted) else exits.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`kdtree … | head`). Point stdout elsewhere: the interpreter
+        # flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.FAILED
+    except MemoryError as e:
+        console.error(f"out of memory: {e}" if str(e) else "out of memory")
+        return exits.FAILED
+    except Exception as e:
+        return _failed(e)
+
+
+def _failed(e: Exception) -> int:
+    from kdtree_engine.errors import EngineError
+
+    if os.environ.get("KDTREE_TRACEBACK") == "1":
+        raise e
+    if _is_usage_error(e):
+        console.error(e.format_message().rstrip("."))  # type: ignore[attr-defined]  # see _is_usage_error
+        return exits.USAGE
+    if isinstance(e, EngineError):
+        console.error(str(e))
+    elif isinstance(e, OSError):
+        where = f"{e.filename}: " if e.filename else ""
+        console.error(f"{where}{e.strerror or e}")
+    else:
+        console.error(
+            f"internal error, a bug of kdtree: {type(e).__name__}: {e} (KDTREE_TRACEBACK=1 shows where)"
+        )
+    return exits.FAILED
+
+
+def main() -> None:
+    """Entry point of the ``kdtree`` command."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""The options that `generate` and `verify` share, and what is checked before a model is opened."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kdtree_engine.cli.exits import Failure, UsageProblem
+
+MAX_BUDGET = 64  # nodes of one tree: kMaxNodes of the native engine
+DRAFTERS = ("auto", "dflash", "ngram", "replay", "planted", "none")
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Hugging Face folder, or a .kdtr bundle.", show_default=False),
+]
+Prompt = Annotated[str | None, typer.Option(help="Text to continue.", show_default=False)]
+PromptFile = Annotated[
+    str | None,
+    typer.Option(metavar="F|-", help="Read the text from a file, or from stdin (-).", show_default=False),
+]
+PromptTokens = Annotated[
+    str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text.", show_default=False)
+]
+MaxTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0: greedy.")]
+TopK = Annotated[int, typer.Option(metavar="K", help="Keep the K likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float, typer.Option(metavar="P", help="Keep the likeliest tokens of total probability P; 1: all.")
+]
+MinP = Annotated[
+    float, typer.Option(metavar="P", help="Keep tokens of at least P times the likeliest's probability.")
+]
+Seed = Annotated[int, typer.Option(metavar="S", help="Of the sampling noise.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.", show_default=False),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end-of-text tokens.")]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="With --json: log-probabilities of the N likeliest tokens.", show_default=False
+    ),
+]
+Drafter = Annotated[str, typer.Option(metavar="|".join(DRAFTERS), help="Who proposes the draft trees.")]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Trained drafter (none in this version).", show_default=False),
+]
+Budget = Annotated[str, typer.Option(metavar="auto|N", help=f"Draft nodes per round, 0 to {MAX_BUDGET}.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Where the model runs.")]
+Threads = Annotated[int, typer.Option(metavar="N", help="CPU threads; 0: one per core.")]
+Context = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Prompt and generated tokens together, at most.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run was asked to do, checked. Built by `from_arguments` only."""
+
+    model: str
+    prompt: (
+        str | None
+    )  # text; exactly one of prompt and prompt_tokens is set, or neither (the model's own prompt)
+    prompt_tokens: list[int] | None
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: list[str]
+    ignore_eos: bool
+    logprobs: int | None
+    drafter: str
+    budget: int | Literal["auto"]
+    device: str
+    threads: int
+    context: int | None
+    json: bool
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, Any]) -> RunOptions:
+        """Checks the values as typer delivers them.
+
+        Raises
+        ------
+        UsageProblem
+            An option that no model could make sense of; the sentence names it.
+        Failure
+            A prompt file that cannot be read.
+        """
+        a = dict(arguments)
+        if a["model"] is None:
+            raise UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
+        _at_least("--max-tokens", a["max_tokens"], 1)
+        _at_least("--top-k", a["top_k"], 0)
+        _at_least("--threads", a["threads"], 0)
+        _at_least("--context", a["context"], 1)
+        _at_least("--logprobs", a["logprobs"], 0)
+        _within("--seed", a["seed"], 0, 2**64 - 1)
+        _within("--temperature", a["temperature"], 0.0, 1e6)
+        _within("--top-p", a["top_p"], 0.0, 1.0)
+        _within("--min-p", a["min_p"], 0.0, 1.0)
+        if a["top_p"] == 0.0:
+            raise UsageProblem(
+                "--top-p is 0, which keeps no token; use 1 to keep all, or --temperature 0 for greedy"
+            )
+        if a["logprobs"] is not None and not a["json"]:
+            raise UsageProblem("--logprobs needs --json: plain text has no place for them")
+        if a["drafter"] not in DRAFTERS:
+            raise UsageProblem(f"--drafter is {a['drafter']!r}; it must be one of {', '.join(DRAFTERS)}")
+        draft_model = a.pop("draft_model")
+        if a["drafter"] == "dflash" or draft_model is not None:
+            named = f"--draft-model {draft_model}" if draft_model is not None else "--drafter dflash"
+            raise UsageProblem(
+                f"{named}: this version has no DFlash drafter; use --drafter auto, ngram or none"
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", a["device"]):
+            raise UsageProblem(
+                f"--device is {a['device']!r}; it must be auto, cpu or cuda, or cuda:N with a number N"
+            )
+        a["stop"] = list(a["stop"] or [])
+        if any(not text for text in a["stop"]):
+            raise UsageProblem("--stop is an empty text, which every output contains; leave it out")
+        a["budget"] = _budget(a["budget"])
+        a["prompt"], a["prompt_tokens"] = _prompt(a["prompt"], a.pop("prompt_file"), a["prompt_tokens"])
+        return cls(**a)
+
+
+def _at_least(name: str, value: int | None, minimum: int) -> None:
+    if value is not None and value < minimum:
+        raise UsageProblem(f"{name} is {value}; it must be {minimum} or more")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:  # NaN fails both comparisons
+        raise UsageProblem(f"{name} is {value}; it must lie between {low:.12g} and {high:.20g}")
+
+
+def _budget(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        value = int(text)
+    except ValueError:
+        raise UsageProblem(
+            f"--budget is {text!r}; it must be auto or a number from 0 to {MAX_BUDGET}"
+        ) from None
+    if not 0 <= value <= MAX_BUDGET:
+        raise UsageProblem(f"--budget is {value}; it must be auto or a number from 0 to {MAX_BUDGET}")
+    return value
+
+
+def _prompt(text: str | None, file: str | None, tokens: str | None) -> tuple[str | None, list[int] | None]:
+    given = [
+        name
+        for name, value in (("--prompt", text), ("--prompt-file", file), ("--prompt-tokens", tokens))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise UsageProblem(f"{' and '.join(given)} contradict each other; give one of them")
+    if tokens is not None:
+        return None, _token_list(tokens)
+    if file is not None:
+        text = _read_prompt(file)
+        if not text:
+            raise UsageProblem(f"the prompt is empty ({'stdin' if file == '-' else file} holds no text)")
+    if text is None:
+        return None, None
+    if not text:
+        raise UsageProblem("the prompt is empty (--prompt)")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:  # bytes of the command line that were no UTF-8 arrive as lone surrogates
+        raise UsageProblem(f"--prompt is not valid UTF-8 at character {e.start}") from None
+    return text, None
+
+
+def _token_list(text: str) -> list[int]:
+    tokens = []
+    for piece in text.split(","):
+        piece = piece.strip()
+        if not re.fullmatch(r"[0-9]{1,10}", piece):
+            what = f"{piece!r} is no token id" if text.strip() else "the prompt is empty"
+            raise UsageProblem(f"--prompt-tokens: {what}; write numbers like 1,2,3")
+        tokens.append(int(piece))
+    return tokens
+
+
+def _read_prompt(file: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as e:
+        raise Failure(f"--prompt-file {file} cannot be read: {e.strerror or e}") from None
+    except AttributeError:  # stdin is closed: sys.stdin is None
+        raise Failure("--prompt-file -: stdin is closed") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise Failure(f"--prompt-file {file} is not valid UTF-8 at byte {e.start}") from None
