@@ -35,7 +35,7 @@ class Engine:
     """A loaded model. Made by :meth:`load`.
 
     ``path``; ``config`` (the numbers of the model); ``tokenizer``, None where the model has none and its
-    vocabulary is too small for bytes; ``eos_token_ids``, the tokens that end a text; ``recorded``, arrays that a
+    vocabulary is too small for bytes; ``eos_token_ids``, the tokens that end a text; ``recorded``, what a
     bundle holds beside its model (a prompt, draft tables).
     """
 

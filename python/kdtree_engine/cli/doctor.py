@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kdtree_engine import _native
 from kdtree_engine.cli import console, exits
 from kdtree_engine.cli.version import package_version
 
@@ -25,35 +26,24 @@ _OPTIONAL = {
 
 
 def execute(as_json: bool) -> int:
-    """Prints the report; the exit code is 1 where the native module does not load."""
+    """Prints the report."""
     report = collect()
     if as_json:
         print(json_module.dumps(report, indent=2))
     else:
         for line in _lines(report):
             print(line)
-    if report["native"]["error"] is not None:
-        console.error(f"the native module does not load: {report['native']['error']}")
-        return exits.FAILED
     return exits.OK
 
 
 def collect() -> dict[str, Any]:
     """The whole report as plain data."""
     cpu = _cpu()
-    native: dict[str, Any] = {"error": None, "path": None, "build": {}}
-    try:
-        from kdtree_engine import _native
-
-        native["path"] = _native.__file__
-        native["build"] = dict(_native.build_info())
-    except ImportError as e:
-        native["error"] = str(e)
     return {
         "version": package_version(),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
-        "native": native,
+        "native": {"path": _native.__file__, "build": dict(_native.build_info())},
         "cpu": cpu,
         "memory": _memory(),
         "packages": {name: _package_version(name) for name in _OPTIONAL},
@@ -106,11 +96,11 @@ def _memory() -> dict[str, int | None]:
     limit = None
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            value = int(Path(name).read_text())
+            bound = int(Path(name).read_text())
         except (OSError, ValueError):  # "max": no limit
             continue
-        if total is None or value < total:
-            limit = value
+        if total is None or bound < total:
+            limit = bound
         break
     return {"total": total, "available": available, "limit": limit}
 
@@ -131,11 +121,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
     lines = [
         f"kdtree-engine  {report['version']}, Python {report['python']['version']}, {report['platform']}",
-        f"native module  {native['path'] or 'does not load: ' + native['error']}",
-    ]
-    if build:
-        lines.append(f"build          {build['compiler']}; CUDA backend: {build['cuda_reason']}")
-    lines += [
+        f"native module  {native['path']}",
+        f"build          {build['compiler']}; CUDA backend: {build['cuda_reason']}",
         f"CPU            {cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable",
         f"code paths     {', '.join(cpu['paths'])}",
         f"memory         {size(memory['total'])}, {size(memory['available'])} available"
