@@ -257,7 +257,7 @@ struct BuildTreeArgs {  // best-first over the union of the table's and the path
 struct TreeRowsArgs {  // rows of the first min(*nodes, *tree.count) + 1 nodes
     TreeArrays tree;
     const int32_t* nodes;  // scalar: the budget's choice n
-    int32_t sequence;
+    const int32_t* sequence;  // scalar: row of the page table
     const int32_t* start;  // scalar: committed length = position of the root
     RowBatch batch;
     int32_t* live;  // scalar out: rows
@@ -286,9 +286,9 @@ struct SelectArgs {  // the token that the target emits after each row; -1 where
     Rows rows;
     const float* logits;  // [R, vocab]
     int vocab;
-    const int32_t* position;  // [R] of the row; the emitted token's position is one more
-    SampleParams sample;
-    int32_t* token;  // [R]
+    const int32_t* position;     // [R] of the row; the emitted token's position is one more
+    const SampleParams* sample;  // one, on the device: a captured graph serves every request
+    int32_t* token;              // [R]
 };
 
 struct AcceptArgs {  // walk from the root while the target's token is a child; cut where plain decoding ends
@@ -308,7 +308,7 @@ struct CommitArgs {         // scratch latents of rows[j] -> position start + j 
     const int32_t* length;  // scalar: rows to keep
     const int32_t* path;    // [kMaxTreeRows] scratch rows
     const int32_t* start;   // scalar: first position
-    int32_t sequence;
+    const int32_t* sequence;  // scalar: row of the page table
     int width;  // latent + rope
     LatentCache cache;
 };

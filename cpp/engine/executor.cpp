@@ -1,12 +1,12 @@
 #include "engine/executor.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <numeric>
 
 #include "core/error.h"
 #include "ddtree/build.h"
+#include "engine/stopwatch.h"
 #include "model/rope.h"
 
 namespace kdt {
@@ -111,25 +111,37 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     batch_ = {token_.as<int32_t>(),  sequence_.as<int32_t>(),       position_.as<int32_t>(),
               prefix_.as<int32_t>(), ancestor_count_.as<int32_t>(), ancestors_.as<int32_t>()};
 
-    const auto tree = [&](size_t n) { return Buffer(backend_, n * sizeof(int32_t), "draft tree"); };
-    start_ = tree(1);
-    nodes_ = tree(1);
-    tree_count_ = tree(1);
-    tree_token_ = tree(kMaxTreeRows);
-    tree_parent_ = tree(kMaxTreeRows);
-    tree_depth_ = tree(kMaxTreeRows);
-    tree_source_ = tree(kMaxTreeRows);
-    tree_weight_ = Buffer(backend_, kMaxTreeRows * sizeof(double), "draft tree");
     selected_ = ints(max_rows_);
-    limit_ = tree(1);
-    stop_count_ = tree(1);
-    stops_ = tree(kMaxStops);
-    walk_length_ = tree(1);
-    walk_failed_ = tree(1);
-    walk_path_ = tree(kMaxTreeRows);
-    walk_emitted_ = tree(kMaxTreeRows);
-    tree_ = {tree_count_.as<int32_t>(), tree_token_.as<int32_t>(),  tree_parent_.as<int32_t>(),
-             tree_depth_.as<int32_t>(), tree_source_.as<int32_t>(), tree_weight_.as<double>()};
+    every_row_ = ints(kMaxTreeRows);
+    std::vector<int32_t> every_row(kMaxTreeRows);
+    std::iota(every_row.begin(), every_row.end(), 0);
+    put<int32_t>(backend_, every_row_, std::span<const int32_t>(every_row));
+
+    in_.start = round_in_.add<int32_t>(1);
+    in_.nodes = round_in_.add<int32_t>(1);
+    in_.sequence = round_in_.add<int32_t>(1);
+    in_.limit = round_in_.add<int32_t>(1);
+    in_.stop_count = round_in_.add<int32_t>(1);
+    in_.stops = round_in_.add<int32_t>(kMaxStops);
+    in_.sample = round_in_.add<SampleParams>(1);
+    in_.count = round_in_.add<int32_t>(1);
+    in_.token = round_in_.add<int32_t>(kMaxTreeRows);
+    in_.parent = round_in_.add<int32_t>(kMaxTreeRows);
+    in_.depth = round_in_.add<int32_t>(kMaxTreeRows);
+    in_.source = round_in_.add<int32_t>(kMaxTreeRows);
+    in_.weight = round_in_.add<double>(kMaxTreeRows);
+    round_in_.allocate(backend_, "round input");
+    out_.length = round_out_.add<int32_t>(1);
+    out_.failed = round_out_.add<int32_t>(1);
+    out_.path = round_out_.add<int32_t>(kMaxTreeRows);
+    out_.emitted = round_out_.add<int32_t>(kMaxTreeRows);
+    round_out_.allocate(backend_, "round output");
+    tree_.count = round_in_.device<int32_t>(in_.count);
+    tree_.token = round_in_.device<int32_t>(in_.token);
+    tree_.parent = round_in_.device<int32_t>(in_.parent);
+    tree_.depth = round_in_.device<int32_t>(in_.depth);
+    tree_.source = round_in_.device<int32_t>(in_.source);
+    tree_.weight = round_in_.device<double>(in_.weight);
 
     caches_.resize(layers);
     for (size_t i = 0; i < layers; ++i)
@@ -363,70 +375,73 @@ const Tree& Executor::build(int32_t root, const Proposal& proposal, int budget, 
                             {std::clamp(budget, 0, kMaxNodes), std::clamp(max_depth, 0, kMaxDepth),
                              engine_->config().vocab_size});
 
-    put<int32_t>(backend_, tree_count_, static_cast<int32_t>(host_tree_.count));
-    put<int32_t>(backend_, tree_token_, std::span<const int32_t>(host_tree_.token));
-    put<int32_t>(backend_, tree_parent_, std::span<const int32_t>(host_tree_.parent));
-    put<int32_t>(backend_, tree_depth_, std::span<const int32_t>(host_tree_.depth));
-    put<int32_t>(backend_, tree_source_, std::span<const int32_t>(host_tree_.source));
-    put<double>(backend_, tree_weight_, std::span<const double>(host_tree_.weight));
     return host_tree_;
 }
 
-bool Executor::verify(int sequence, int start, int nodes, const std::atomic<bool>* cancel) {
-    put<int32_t>(backend_, start_, start);
-    put<int32_t>(backend_, nodes_, nodes);
+bool Executor::verify(const VerifyRequest& request) {
+    *round_in_.host<int32_t>(in_.start) = request.start;
+    *round_in_.host<int32_t>(in_.nodes) = request.nodes;
+    *round_in_.host<int32_t>(in_.sequence) = request.sequence;
+    *round_in_.host<int32_t>(in_.limit) = request.limit;
+    *round_in_.host<int32_t>(in_.stop_count) = static_cast<int32_t>(request.stops.size());
+    round_in_.set(in_.stops, std::vector<int32_t>(request.stops.begin(), request.stops.end()));
+    *round_in_.host<SampleParams>(in_.sample) = request.sample;
+    *round_in_.host<int32_t>(in_.count) = host_tree_.count;
+    round_in_.set(in_.token, host_tree_.token);
+    round_in_.set(in_.parent, host_tree_.parent);
+    round_in_.set(in_.depth, host_tree_.depth);
+    round_in_.set(in_.source, host_tree_.source);
+    round_in_.set(in_.weight, host_tree_.weight);
+    Stopwatch watch;
+    round_in_.upload();
+
+    const int32_t* start = round_in_.device<int32_t>(in_.start);
+    const int32_t* sequence = round_in_.device<int32_t>(in_.sequence);
     backend_.tree_rows(
-        {tree_, nodes_.as<int32_t>(), sequence, start_.as<int32_t>(), batch_, live_.as<int32_t>()});
-    const int rows = nodes + 1;
-    std::vector<int32_t> index(rows);
-    std::iota(index.begin(), index.end(), 0);
-    put<int32_t>(backend_, logit_index_, std::span<const int32_t>(index));
+        {tree_, round_in_.device<int32_t>(in_.nodes), sequence, start, batch_, live_.as<int32_t>()});
+
+    const int rows = request.nodes + 1;
     ForwardArgs args = forward_args(rows);
-    args.want_logits = {{rows, live_.as<int32_t>()}, logit_index_.as<int32_t>()};
-    args.cancel = cancel;
-    return run(args);
-}
+    args.want_logits = {args.rows, every_row_.as<int32_t>()};
+    args.cancel = request.cancel;
+    if (!run(args)) return false;
 
-void Executor::select(const SampleParams& sample, int first_row, int rows) {
-    put<int32_t>(backend_, logit_live_, static_cast<int32_t>(rows));
-    backend_.select({{rows, logit_live_.as<int32_t>()},
-                     logits_.as<float>(),
-                     engine_->config().vocab_size,
-                     batch_.position + first_row,
-                     sample,
-                     selected_.as<int32_t>()});
-}
+    backend_.select({args.rows, logits_.as<float>(), engine_->config().vocab_size, batch_.position,
+                     round_in_.device<SampleParams>(in_.sample), selected_.as<int32_t>()});
 
-void Executor::accept(int limit, std::span<const int32_t> stops) {
-    put<int32_t>(backend_, limit_, static_cast<int32_t>(limit));
-    put<int32_t>(backend_, stop_count_, static_cast<int32_t>(stops.size()));
-    put<int32_t>(backend_, stops_, stops);
-    AcceptArgs args{};
-    args.tree = tree_;
-    args.live = live_.as<int32_t>();
-    args.selected = selected_.as<int32_t>();
-    args.limit = limit_.as<int32_t>();
-    args.stop_count = stop_count_.as<int32_t>();
-    args.stops = stops_.as<int32_t>();
-    args.length = walk_length_.as<int32_t>();
-    args.failed = walk_failed_.as<int32_t>();
-    args.path = walk_path_.as<int32_t>();
-    args.emitted = walk_emitted_.as<int32_t>();
-    backend_.accept(args);
-}
-
-void Executor::commit(int sequence) {
+    stage_seconds_.verify = watch.lap();
+    AcceptArgs accept{};
+    accept.tree = tree_;
+    accept.live = live_.as<int32_t>();
+    accept.selected = selected_.as<int32_t>();
+    accept.limit = round_in_.device<int32_t>(in_.limit);
+    accept.stop_count = round_in_.device<int32_t>(in_.stop_count);
+    accept.stops = round_in_.device<int32_t>(in_.stops);
+    accept.length = round_out_.device<int32_t>(out_.length);
+    accept.failed = round_out_.device<int32_t>(out_.failed);
+    accept.path = round_out_.device<int32_t>(out_.path);
+    accept.emitted = round_out_.device<int32_t>(out_.emitted);
+    backend_.accept(accept);
+    stage_seconds_.accept = watch.lap();
     for (const LatentCache& cache : caches_)
-        backend_.commit({walk_length_.as<int32_t>(), walk_path_.as<int32_t>(), start_.as<int32_t>(), sequence,
-                         engine_->config().cache_width(), cache});
+        backend_.commit(
+            {accept.length, accept.path, start, sequence, engine_->config().cache_width(), cache});
+    stage_seconds_.commit = watch.lap();
+    return true;
 }
 
 Executor::Walk Executor::walk() {
-    const int length = get(backend_, walk_length_.as<int32_t>(), 1)[0];
+    Stopwatch watch;
+    round_out_.download();
+    stage_seconds_.verify += watch.lap();
+    const int length = *round_out_.host<int32_t>(out_.length);
+    const int32_t* path = round_out_.host<int32_t>(out_.path);
+    const int32_t* emitted = round_out_.host<int32_t>(out_.emitted);
     Walk walk;
-    walk.failed = get(backend_, walk_failed_.as<int32_t>(), 1)[0] != 0;
-    walk.path = get(backend_, walk_path_.as<int32_t>(), length);
-    walk.emitted = get(backend_, walk_emitted_.as<int32_t>(), length);
+    walk.seconds = stage_seconds_;
+    walk.failed = *round_out_.host<int32_t>(out_.failed) != 0;
+    walk.path.assign(path, path + length);
+    walk.emitted.assign(emitted, emitted + length);
     const std::vector<int32_t>& parent = host_tree_.parent;
     for (int j = 1; j < length; ++j) {
         const auto first = std::find(parent.begin(), parent.end(), walk.path[j - 1]);
@@ -435,8 +450,16 @@ Executor::Walk Executor::walk() {
     return walk;
 }
 
-std::vector<int32_t> Executor::selected(int rows) const {
-    return get(backend_, selected_.as<int32_t>(), rows);
+int32_t Executor::select_last(const SampleParams& sample, int rows) {
+    *round_in_.host<SampleParams>(in_.sample) = sample;
+    round_in_.upload();
+    backend_.select({{1, logit_live_.as<int32_t>()},
+                     logits_.as<float>(),
+                     engine_->config().vocab_size,
+                     batch_.position + rows - 1,
+                     round_in_.device<SampleParams>(in_.sample),
+                     selected_.as<int32_t>()});
+    return get(backend_, selected_.as<int32_t>(), 1)[0];
 }
 
 void Executor::measure_costs(int sequence) {
@@ -452,16 +475,13 @@ void Executor::measure_costs(int sequence) {
             rows[i].ancestors = i == 0 ? std::vector<int32_t>{0} : std::vector<int32_t>{0, i};
         }
         upload_rows(sequence, rows);
-        std::vector<int32_t> index(nodes + 1);
-        std::iota(index.begin(), index.end(), 0);
-        put<int32_t>(backend_, logit_index_, std::span<const int32_t>(index));
         ForwardArgs args = forward_args(nodes + 1);
-        args.want_logits = {{nodes + 1, live_.as<int32_t>()}, logit_index_.as<int32_t>()};
+        args.want_logits = {args.rows, every_row_.as<int32_t>()};
         backend_.synchronize();
-        const auto begin = std::chrono::steady_clock::now();
+        Stopwatch watch;
         run(args);
         backend_.synchronize();
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        return watch.lap();
     };
     seconds(0);  // touches what the first call touches
     costs_.measure(seconds, kLimitSeconds);

@@ -12,6 +12,7 @@
 #include "draft/drafter.h"
 #include "engine/budget.h"
 #include "engine/engine.h"
+#include "engine/staging.h"
 #include "model/forward.h"
 
 namespace kdt {
@@ -55,23 +56,33 @@ class Executor {
                   std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
                   std::vector<float>& logits, std::vector<float>& taps);
 
-    // The stages of a round. Everything from `verify` to `commit` is queued without a read-back; `walk` is
-    // the one. Builds the draft tree of a host proposal and uploads it; returns it.
+    // The stages of a round. `build` makes the tree of a host proposal. `verify` uploads it and queues
+    // everything from the forward to the commit, without a read-back in between; `walk` is the one read-back.
     const Tree& build(int32_t root, const Proposal& proposal, int budget, int max_depth);
-    // Forward over the first `nodes` nodes and the root; false when cancelled.
-    bool verify(int sequence, int start, int nodes, const std::atomic<bool>* cancel);
-    void select(const SampleParams& sample, int first_row, int rows);
-    void accept(int limit, std::span<const int32_t> stops);
-    void commit(int sequence);
+    struct VerifyRequest {
+        int sequence = 0;
+        int start = 0;  // committed length: position of the root
+        int nodes = 0;  // of the tree, in pop order
+        int limit = 1;  // tokens that may still be emitted
+        std::span<const int32_t> stops;
+        SampleParams sample;
+        const std::atomic<bool>* cancel = nullptr;
+    };
+    bool verify(const VerifyRequest& request);  // false when cancelled: nothing was committed
     struct Walk {
         std::vector<int32_t> path;     // rows committed, root first
         std::vector<int32_t> emitted;  // the token after each of them
         bool failed = false;           // no token could be chosen after the next row
         bool branched = false;         // the path took a child that is not its parent's heaviest
+        // Of the stages. Where ops are queued, waiting for all of them counts as verify.
+        struct Seconds {
+            double verify = 0, accept = 0, commit = 0;
+        } seconds;
     };
     Walk walk();
-    // The tokens that `select` chose for its first `rows` rows.
-    std::vector<int32_t> selected(int rows) const;
+    // After `run_prompt` with one logit row: the token that the target emits at the end of the prompt chunk
+    // of `rows` rows.
+    int32_t select_last(const SampleParams& sample, int rows);
 
     // What a verify costs, measured once on distinct rows of scratch, touching no session (law 2: none of it
     // reaches the output).
@@ -105,12 +116,22 @@ class Executor {
     Buffer token_, sequence_, position_, prefix_, ancestor_count_, ancestors_, live_, logit_index_,
         logit_live_;
     Buffer tap_index_, tap_live_;
-    Buffer start_, tree_count_, tree_token_, tree_parent_, tree_depth_, tree_source_, tree_weight_, nodes_;
-    Buffer selected_, limit_, stop_count_, stops_, walk_length_, walk_failed_, walk_path_, walk_emitted_;
+    Buffer selected_;
+    Buffer every_row_;  // 0, 1, 2, …: the subset of all rows
+    // What a round is told and what it tells: one upload, one read-back.
+    Staging round_in_, round_out_;
+    struct InputOffsets {
+        size_t start, nodes, sequence, limit, stop_count, stops, sample, count, token, parent, depth, source,
+            weight;
+    } in_;
+    struct OutputOffsets {
+        size_t length, failed, path, emitted;
+    } out_;
     RowBatch batch_;
     TreeArrays tree_;
     RopeTable rope_;
     CostTable costs_;
+    Walk::Seconds stage_seconds_;
     Tree host_tree_;
 };
 

@@ -1,31 +1,12 @@
 #include "engine/session.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 #include "core/error.h"
+#include "engine/stopwatch.h"
 
 namespace kdt {
-
-namespace {
-
-class Stopwatch {
-  public:
-    // Seconds since the last call.
-    double lap() {
-        const auto now = Clock::now();
-        const double seconds = std::chrono::duration<double>(now - last_).count();
-        last_ = now;
-        return seconds;
-    }
-
-  private:
-    using Clock = std::chrono::steady_clock;
-    Clock::time_point last_ = Clock::now();
-};
-
-}  // namespace
 
 const char* finish_name(Finish finish) {
     switch (finish) {
@@ -154,12 +135,11 @@ StepResult Session::prefill_chunk() {
         return result;
     }
     if (last) {
-        executor_->select(params_.sample, n - 1, 1);
-        const std::vector<int32_t> token = executor_->selected(1);
-        const bool failed = token[0] < 0;
+        const int32_t token = executor_->select_last(params_.sample, n);
+        const bool failed = token < 0;
         if (params_.keep_logits && !failed) kept_logits_ = executor_->logits(0);
         committed_ += n;
-        emit({token.data(), failed ? 0u : 1u}, failed, result);
+        emit({&token, failed ? 0u : 1u}, failed, result);
     } else {
         committed_ += n;
     }
@@ -189,19 +169,20 @@ StepResult Session::round() {
     const int nodes = budget_.choose(tree.weight, executor_->costs());
     const double build_seconds = watch.lap();
 
-    if (!executor_->verify(sequence_, start, nodes, &cancel_)) {
+    Executor::VerifyRequest request;
+    request.sequence = sequence_;
+    request.start = start;
+    request.nodes = nodes;
+    request.limit = std::min(params_.max_tokens - emitted_, context - static_cast<int>(tokens_.size()));
+    request.stops = params_.stop_tokens;
+    request.sample = params_.sample;
+    request.cancel = &cancel_;
+    if (!executor_->verify(request)) {
         result.finish = Finish::cancelled;
         return result;
     }
-    executor_->select(params_.sample, 0, nodes + 1);
-    const double verify_seconds = watch.lap();
-
-    executor_->accept(std::min(params_.max_tokens - emitted_, context - static_cast<int>(tokens_.size())),
-                      params_.stop_tokens);
-    executor_->commit(sequence_);
-    const double commit_seconds = watch.lap();
-
     const Executor::Walk walk = executor_->walk();
+    const double target_seconds = watch.lap();
     const int kept = static_cast<int>(walk.emitted.size());
     committed_ = start + kept;
     emit(walk.emitted, walk.failed, result);
@@ -211,7 +192,6 @@ StepResult Session::round() {
             kept_logits_.insert(kept_logits_.end(), logits.begin(), logits.end());
         }
     }
-    const double accept_seconds = watch.lap();
 
     ++stats_.rounds;
     ++stats_.target_forwards;
@@ -221,13 +201,12 @@ StepResult Session::round() {
     stats_.accepted_lengths.push_back(kept);
     stats_.seconds.draft += draft_seconds;
     stats_.seconds.build += build_seconds;
-    stats_.seconds.verify += verify_seconds;
-    stats_.seconds.accept += accept_seconds;
-    stats_.seconds.commit += commit_seconds;
+    stats_.seconds.verify += walk.seconds.verify;
+    stats_.seconds.accept += walk.seconds.accept;
+    stats_.seconds.commit += walk.seconds.commit;
     if (budget_.automatic()) {
-        executor_->costs().observe(nodes, verify_seconds);
-        budget_.observe(nodes, kept, draft_seconds + build_seconds,
-                        verify_seconds + accept_seconds + commit_seconds, drafting);
+        executor_->costs().observe(nodes, walk.seconds.verify);
+        budget_.observe(nodes, kept, draft_seconds + build_seconds, target_seconds, drafting);
     }
     return result;
 }
