@@ -71,7 +71,10 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 7) -> dict[str, np.ndar
 
 
 def write_folder(
-    path: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, np.ndarray] | None = None, tokenizer: bool = True
+    path: Path,
+    config: dict[str, Any] = CONFIG,
+    tensors: dict[str, np.ndarray] | None = None,
+    tokenizer: bool = True,
 ) -> Path:
     """A Hugging Face folder with one safetensors file and a tokenizer whose tokens are bytes."""
     from safetensors.numpy import save_file
