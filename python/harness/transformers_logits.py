@@ -9,6 +9,7 @@ Weights come from the integer hashes of the golden bundles, so that the fixture 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,11 +111,15 @@ def state_dict(config: Mapping[str, float | int], made: Mapping[str, Array]) -> 
     return out
 
 
+def libraries() -> tuple[Any, Any]:
+    """torch and transformers, untyped: types are checked alike where they are installed and where they are
+    not."""
+    return importlib.import_module("torch"), importlib.import_module("transformers")
+
+
 def build(case: str) -> Any:
     """The transformers model of a case, in float32, evaluation mode."""
-    import torch
-    import transformers
-
+    torch, transformers = libraries()
     config = CASES[case]
     v3 = config["scoring"] == fields.SIGMOID_NOAUX_TC
     config_class = transformers.DeepseekV3Config if v3 else transformers.DeepseekV2Config
@@ -128,8 +133,7 @@ def build(case: str) -> Any:
 
 def logits(case: str) -> npt.NDArray[np.float32]:
     """float32 [POSITIONS, vocab], every position of one prompt."""
-    import torch
-
+    torch, _ = libraries()
     with torch.no_grad():
         out = build(case)(torch.tensor([tokens(case)]), use_cache=False).logits[0]
     values: npt.NDArray[np.float32] = out.to(torch.float32).numpy()
@@ -141,9 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.transformers_logits")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .npz to write")
     args = parser.parse_args(argv)
-    import torch
-    import transformers
-
+    torch, transformers = libraries()
     made = f"{MADE_BY} (torch {torch.__version__}, transformers {transformers.__version__})"
     arrays: dict[str, Any] = {case: logits(case) for case in CASES}
     args.out.parent.mkdir(parents=True, exist_ok=True)
