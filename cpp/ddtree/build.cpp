@@ -72,6 +72,15 @@ class Builder {
                (rank == 0 || table_.logp[at] <= table_.logp[at - 1]);
     }
 
+    // Whether the token stands earlier in its row: the same prefixes, with at least the same weights. Taking
+    // such entries too would make as many candidates as there are rank paths where a row is one token.
+    bool repeated(int depth, int rank) const {
+        const int32_t* row = table_.token + (depth - 1) * table_.width;
+        for (int i = 0; i < rank; ++i)
+            if (row[i] == row[rank]) return true;
+        return false;
+    }
+
     bool in_row(int depth, int32_t token) const {
         if (depth > table_.depth) return false;
         for (int rank = 0; rank < table_.width && usable(depth, rank); ++rank)
@@ -123,8 +132,9 @@ class Builder {
 
     void push_table(int parent, int depth, const std::vector<int16_t>& prefix, int rank,
                     double parent_weight) {
-        if (depth > table_.depth || depth > limits_.max_depth || rank >= table_.width) return;
-        if (!usable(depth, rank)) return;
+        if (depth > table_.depth || depth > limits_.max_depth) return;
+        while (rank < table_.width && usable(depth, rank) && repeated(depth, rank)) ++rank;
+        if (rank >= table_.width || !usable(depth, rank)) return;
         const float* row = table_.logp + (depth - 1) * table_.width;
         Candidate c{parent_weight + row[rank], -1, parent, depth, prefix};
         c.rank.push_back(static_cast<int16_t>(rank));

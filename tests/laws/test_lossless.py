@@ -173,6 +173,17 @@ def test_hostile_draft_tables_only_cost_acceptance(engine: _native.Engine) -> No
     assert_same(run, plain)
 
 
+@pytest.mark.timeout(120)
+def test_rows_that_repeat_a_token(engine: _native.Engine) -> None:
+    """Catches a builder that tries every one of 6^12 rank paths where they are twelve different prefixes."""
+    plain = generate(start(engine), 5)
+    positions = np.arange(70, 76, dtype=np.int32)
+    tokens = np.full((len(positions), 12, 6), 3, np.int32)
+    logp = np.full(tokens.shape, -1.0, np.float32)
+    run = generate(start(engine), 5, drafter=_native.ReplayDrafter(positions, tokens, logp), budget=64)
+    assert_same(run, plain)
+
+
 def test_ngram_on_repeating_text(engine: _native.Engine) -> None:
     """Prompt lookup on a prompt that repeats itself: same output, whatever it drafts."""
     text = prompt(engine.config["vocab_size"], 12, seed=2) * 6
