@@ -1,13 +1,14 @@
 // Draft trees from arbitrary tables and paths, and walks through them.
 //
 // Properties: the shape of a tree (parents first, unique siblings, budget, depth, vocabulary), weights that
-// never rise in pop order, every smaller budget's tree a prefix of a larger one's, the same weights as an
-// enumeration of all prefixes (Proposition 3 of arXiv 2604.12989), visibility equal to ancestor lists; and of
-// a walk: that it is a path, that it follows the target's tokens, and that it ends where it must.
+// never rise in pop order, every smaller budget's tree a prefix of a larger one's, the same nodes as a sorted
+// list of all prefixes (Proposition 3 of arXiv 2604.12989), visibility equal to ancestor lists; and of a
+// walk: that it is a path, that it follows the target's tokens, and that it ends where it must.
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <map>
+#include <tuple>
 
 #include "core/limits.h"
 #include "ddtree/accept.h"
@@ -113,33 +114,55 @@ bool is_log_probability(float x) {
     return x <= 0.0f && x >= -std::numeric_limits<float>::max();
 }
 
-// Every prefix that anyone proposes, with its largest weight: straight from the definition in ddtree/build.h.
+// A proposed prefix's place in pop order: heaviest first, the table (-1) before paths, then the smaller rank
+// path or the shorter part of the path.
+struct Place {
+    double weight;
+    int path;
+    std::vector<int> rank;
+    bool operator<(const Place& other) const {
+        if (weight != other.weight) return weight > other.weight;
+        return std::tie(path, rank) < std::tie(other.path, other.rank);
+    }
+};
+
+// Every prefix that anyone proposes, with its best place: straight from the definition in ddtree/build.h.
 class Enumeration {
   public:
     Enumeration(const Proposals& from, const BuildLimits& limits) : from_(from), limits_(limits) {
         std::vector<int32_t> prefix;
-        extend(prefix, 0.0);
+        Place place{0.0, -1, {}};
+        extend(prefix, place);
         for (int p = 0; p < from.paths.count; ++p) {
-            double weight = 0.0;
+            place = {0.0, p, {0}};
             prefix.clear();
             for (int d = 0; d < std::min(from.path_length[p], limits.max_depth); ++d) {
                 const int at = p * from.paths.stride + d;
                 if (!is_log_probability(from.path_logp[at]) || !is_token(from.path_token[at])) break;
-                weight += from.path_logp[at];
+                place.weight += from.path_logp[at];
+                place.rank[0] = d;
                 prefix.push_back(from.path_token[at]);
-                offer(prefix, weight);
+                offer(prefix, place);
             }
         }
     }
-    const std::map<std::vector<int32_t>, double>& weights() const { return weights_; }
+
+    // All prefixes in pop order.
+    std::vector<std::pair<Place, std::vector<int32_t>>> sorted() const {
+        std::vector<std::pair<Place, std::vector<int32_t>>> result;
+        for (const auto& [prefix, place] : places_) result.emplace_back(place, prefix);
+        std::sort(result.begin(), result.end(),
+                  [](const auto& a, const auto& b) { return a.first < b.first; });
+        return result;
+    }
 
   private:
     bool is_token(int32_t token) const { return token >= 0 && token < limits_.vocab; }
-    void offer(const std::vector<int32_t>& prefix, double weight) {
-        const auto [at, fresh] = weights_.emplace(prefix, weight);
-        if (!fresh) at->second = std::max(at->second, weight);
+    void offer(const std::vector<int32_t>& prefix, const Place& place) {
+        const auto [at, fresh] = places_.emplace(prefix, place);
+        if (!fresh && place < at->second) at->second = place;
     }
-    void extend(std::vector<int32_t>& prefix, double weight) {
+    void extend(std::vector<int32_t>& prefix, const Place& place) {
         const int depth = static_cast<int>(prefix.size());
         if (depth >= from_.table.depth || depth >= limits_.max_depth) return;
         for (int k = 0; k < from_.table.width; ++k) {
@@ -147,16 +170,19 @@ class Enumeration {
             const float logp = from_.table_logp[at];
             if (!is_log_probability(logp) || !is_token(from_.table_token[at])) return;
             if (k > 0 && logp > from_.table_logp[at - 1]) return;
+            Place next = place;
+            next.weight += logp;
+            next.rank.push_back(k);
             prefix.push_back(from_.table_token[at]);
-            offer(prefix, weight + logp);
-            extend(prefix, weight + logp);
+            offer(prefix, next);
+            extend(prefix, next);
             prefix.pop_back();
         }
     }
 
     const Proposals& from_;
     const BuildLimits& limits_;
-    std::map<std::vector<int32_t>, double> weights_;
+    std::map<std::vector<int32_t>, Place> places_;
 };
 
 std::vector<int32_t> prefix_of(const Tree& tree, int node) {
@@ -207,21 +233,16 @@ void check_prefix(const Tree& small, const Tree& large) {
     KDT_FUZZ_CHECK(begins(small.weight, large.weight));
 }
 
-// The tree holds the heaviest prefixes: each with its own weight, together with the largest weights there
-// are.
+// The tree is the list of all prefixes, heaviest first, cut at the budget.
 void check_optimal(const Tree& tree, const Proposals& proposals, const BuildLimits& limits) {
     double candidates = 1;
     for (int d = 0; d < proposals.table.depth; ++d) candidates = candidates * proposals.table.width + 1;
     if (candidates > 2000) return;
-    const Enumeration all(proposals, limits);
-    std::vector<double> weights;
-    for (const auto& [prefix, weight] : all.weights()) weights.push_back(weight);
-    std::sort(weights.begin(), weights.end(), std::greater<>());
-    KDT_FUZZ_CHECK(static_cast<size_t>(tree.count) == std::min<size_t>(weights.size(), limits.budget));
+    const auto all = Enumeration(proposals, limits).sorted();
+    KDT_FUZZ_CHECK(static_cast<size_t>(tree.count) == std::min<size_t>(all.size(), limits.budget));
     for (int i = 1; i <= tree.count; ++i) {
-        const auto at = all.weights().find(prefix_of(tree, i));
-        KDT_FUZZ_CHECK(at != all.weights().end() && at->second == tree.weight[i]);
-        KDT_FUZZ_CHECK(tree.weight[i] == weights[i - 1]);
+        KDT_FUZZ_CHECK(tree.weight[i] == all[i - 1].first.weight);
+        KDT_FUZZ_CHECK(prefix_of(tree, i) == all[i - 1].second);
     }
 }
 
