@@ -1,7 +1,663 @@
+// kdtree_engine._native.ops: each op of the CPU backend on numpy arrays, for tests and benchmarks. Arrays are
+// used where they lie and must have exactly the stated type, in C order; outputs are new arrays unless `out`
+// is given. Rows past `live` keep the 0xFF bytes that new outputs are filled with.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+#include "backend/cpu/cpu_backend.h"
 #include "bind/bind.h"
+#include "core/error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace kdt {
 
-void bind_ops(nanobind::module_&) {}
+namespace {
+
+template <class T, int N>
+using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T, int N>
+using InOut = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Out = nb::ndarray<nb::numpy, T>;
+
+template <class T>
+Out<T> make(std::initializer_list<size_t> shape) {
+    size_t count = 1;
+    for (size_t n : shape) count *= n;
+    T* data = new T[count == 0 ? 1 : count];
+    std::memset(static_cast<void*>(data), 0xFF, count * sizeof(T));
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return Out<T>(data, shape, owner);
+}
+
+template <class A>
+int dim(const A& array, size_t axis) {
+    if (array.shape(axis) > INT32_MAX / 2)
+        fail(ErrorCode::invalid_argument, "an array with %zu entries along axis %zu", array.shape(axis),
+             axis);
+    return static_cast<int>(array.shape(axis));
+}
+
+void expect(const char* what, int64_t value, int64_t expected) {
+    if (value != expected)
+        fail(ErrorCode::invalid_argument, "%s is %lld; %lld was expected", what,
+             static_cast<long long>(value), static_cast<long long>(expected));
+}
+
+// One backend per (threads, instruction set), for the life of the process.
+cpu::CpuBackend& backend(int threads, const std::string& isa) {
+    static auto* cache = new std::map<std::tuple<int, std::string, std::string>, std::unique_ptr<Backend>>;
+    const char* environment = std::getenv("KDTREE_CPU_ISA");
+    auto& slot = (*cache)[{threads, isa, environment == nullptr ? "" : environment}];
+    if (!slot) slot = make_cpu_backend({threads, isa});
+    return static_cast<cpu::CpuBackend&>(*slot);
+}
+
+// A matrix in the backend's layout, which is one for all instruction sets.
+struct Matrix {
+    explicit Matrix(const HostMatrix& host, const std::string& name) : owner({1, ""}) {
+        nb::gil_scoped_release release;
+        weight = owner.upload_matrix(host, name);
+    }
+    cpu::CpuBackend owner;
+    Weight weight;
+};
+using MatrixPtr = std::shared_ptr<Matrix>;
+
+struct Experts {
+    Experts(std::vector<MatrixPtr> g, std::vector<MatrixPtr> u, std::vector<MatrixPtr> d)
+        : owner({1, ""}), gate(std::move(g)), up(std::move(u)), down(std::move(d)) {
+        const auto weights = [](const std::vector<MatrixPtr>& all) {
+            std::vector<Weight> list;
+            for (const MatrixPtr& m : all) list.push_back(m->weight);
+            return list;
+        };
+        set = owner.make_experts(weights(gate), weights(up), weights(down), "experts");
+    }
+    cpu::CpuBackend owner;
+    std::vector<MatrixPtr> gate, up, down;
+    ExpertSet set;
+};
+
+// Arguments that every op takes.
+struct Run {
+    int threads;
+    std::string isa;
+    int live;
+};
+
+// Runs `f(backend, rows)` without the GIL.
+template <class F>
+void run(const Run& how, int rows, const F& f) {
+    cpu::CpuBackend& b = backend(how.threads, how.isa);
+    const int32_t live = how.live < 0 ? rows : how.live;
+    nb::gil_scoped_release release;
+    f(b, Rows{rows, &live});
+}
+
+RopeTable rope_table(const In<float, 2>& cos, const In<float, 2>& sin, bool interleaved) {
+    expect("rows of sin", dim(sin, 0), dim(cos, 0));
+    expect("columns of sin", dim(sin, 1), dim(cos, 1));
+    return {cos.data(), sin.data(), 2 * dim(cos, 1), dim(cos, 0), interleaved};
+}
+
+// The arrays of a RowBatch, checked against each other.
+struct Batch {
+    In<int32_t, 1> sequence, position, prefix, ancestor_count;
+    In<int32_t, 2> ancestors;
+    RowBatch view(int rows, int sequences) const {
+        expect("rows of sequence", dim(sequence, 0), rows);
+        expect("rows of position", dim(position, 0), rows);
+        expect("rows of prefix", dim(prefix, 0), rows);
+        expect("rows of ancestor_count", dim(ancestor_count, 0), rows);
+        expect("rows of ancestors", dim(ancestors, 0), rows);
+        expect("columns of ancestors", dim(ancestors, 1), kMaxAncestors);
+        for (int i = 0; i < rows; ++i)
+            if (sequence(i) < 0 || sequence(i) >= sequences)
+                fail(ErrorCode::invalid_argument, "row %d is of sequence %d of %d", i, sequence(i),
+                     sequences);
+        const auto plain = [](const auto& a) { return const_cast<int32_t*>(a.data()); };
+        return {nullptr,       plain(sequence),       plain(position),
+                plain(prefix), plain(ancestor_count), plain(ancestors)};
+    }
+};
+
+struct Cache {
+    float* pages;
+    float* scratch;
+    In<int32_t, 2> page_table;
+    int page_count, width, scratch_rows;
+    LatentCache view() const { return {pages, scratch, page_table.data(), page_count, dim(page_table, 1)}; }
+};
+template <class Pages, class Scratch>
+Cache cache_of(const Pages& pages, const Scratch& scratch, const In<int32_t, 2>& page_table) {
+    expect("slots of a page", dim(pages, 1), kPageSize);
+    expect("width of scratch", dim(scratch, 1), dim(pages, 2));
+    return {const_cast<float*>(pages.data()),
+            const_cast<float*>(scratch.data()),
+            page_table,
+            dim(pages, 0),
+            dim(pages, 2),
+            dim(scratch, 0)};
+}
+
+}  // namespace
+
+// How the common arguments are declared and collected.
+#define KDT_RUN_PARAMS int threads, std::string isa, int live
+#define KDT_RUN            \
+    Run {                  \
+        threads, isa, live \
+    }
+#define KDT_RUN_ARGS "threads"_a = 1, "isa"_a = "", "live"_a = -1
+#define KDT_BATCH_PARAMS                                                                                    \
+    In<int32_t, 1> sequence, In<int32_t, 1> position, In<int32_t, 1> prefix, In<int32_t, 1> ancestor_count, \
+        In<int32_t, 2> ancestors
+#define KDT_BATCH                                             \
+    Batch {                                                   \
+        sequence, position, prefix, ancestor_count, ancestors \
+    }
+#define KDT_BATCH_ARGS                                                          \
+    "sequence"_a.noconvert(), "position"_a.noconvert(), "prefix"_a.noconvert(), \
+        "ancestor_count"_a.noconvert(), "ancestors"_a.noconvert()
+
+static void bind_weights(nb::module_& m) {
+    nb::class_<Matrix>(m, "Matrix", "A weight matrix [out, in] in the CPU backend's layout.")
+        .def_static(
+            "f32",
+            [](In<float, 2> w) {
+                return std::make_shared<Matrix>(HostMatrix{WeightKind::f32, dim(w, 0), dim(w, 1), w.data()},
+                                                "matrix");
+            },
+            "weights"_a.noconvert(), "From float32 [out, in].")
+        .def_static(
+            "bf16",
+            [](In<uint16_t, 2> w) {
+                return std::make_shared<Matrix>(HostMatrix{WeightKind::bf16, dim(w, 0), dim(w, 1), w.data()},
+                                                "matrix");
+            },
+            "bits"_a.noconvert(), "From the bits of bfloat16 values, uint16 [out, in].")
+        .def_static(
+            "w4a16",
+            [](In<int32_t, 2> qw, std::variant<In<float, 2>, In<uint16_t, 2>> scales) {
+                HostMatrix h{WeightKind::w4a16, dim(qw, 0), dim(qw, 1) * 8, qw.data()};
+                std::visit(
+                    [&](const auto& s) {
+                        expect("rows of the scales", dim(s, 0), h.out);
+                        expect("columns of the scales", dim(s, 1), (h.in + kGroupSize - 1) / kGroupSize);
+                        h.scales = s.data();
+                    },
+                    scales);
+                h.scale_dtype = scales.index() == 0 ? DType::f32 : DType::bf16;
+                return std::make_shared<Matrix>(h, "matrix");
+            },
+            "qw"_a.noconvert(), "scales"_a.noconvert(),
+            "From packed nibbles, int32 [out, in / 8], and scales [out, in / 32], float32 or the bits of "
+            "bfloat16.")
+        .def_prop_ro("shape", [](const Matrix& w) { return std::make_pair(w.weight.out, w.weight.in); })
+        .def_prop_ro("bytes", [](const Matrix& w) { return w.owner.weight_bytes(); });
+    nb::class_<Experts>(m, "Experts", "The routed experts of one layer.")
+        .def(
+            nb::new_([](std::vector<MatrixPtr> gate, std::vector<MatrixPtr> up, std::vector<MatrixPtr> down) {
+                return std::make_shared<Experts>(std::move(gate), std::move(up), std::move(down));
+            }),
+            "gate"_a, "up"_a, "down"_a);
+}
+
+static void bind_linear(nb::module_& m) {
+    m.def(
+        "embed",
+        [](In<int32_t, 1> token, const Matrix& table, KDT_RUN_PARAMS) {
+            auto y = make<float>({token.shape(0), static_cast<size_t>(table.weight.in)});
+            run(KDT_RUN, dim(token, 0),
+                [&](Backend& b, Rows rows) { b.embed({rows, token.data(), table.weight, y.data()}); });
+            return y;
+        },
+        "token"_a.noconvert(), "table"_a, KDT_RUN_ARGS, "Rows of an embedding table: [rows, hidden].");
+    m.def(
+        "rms_norm",
+        [](In<float, 2> x, In<float, 1> weight, float eps, KDT_RUN_PARAMS) {
+            const int width = dim(weight, 0);
+            if (width > dim(x, 1))
+                fail(ErrorCode::invalid_argument, "weights for %d of %d values", width, dim(x, 1));
+            auto y = make<float>({x.shape(0), weight.shape(0)});
+            run(KDT_RUN, dim(x, 0), [&](Backend& b, Rows rows) {
+                b.rms_norm({rows, x.data(), dim(x, 1), weight.data(), eps, width, y.data()});
+            });
+            return y;
+        },
+        "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, KDT_RUN_ARGS,
+        "x / sqrt(mean(x^2) + eps) * weight over the first len(weight) values of each row.");
+    m.def(
+        "linear",
+        [](In<float, 2> x, const Matrix& w, std::optional<InOut<float, 2>> add_to,
+           std::optional<InOut<float, 2>> out, KDT_RUN_PARAMS) {
+            expect("columns of x", dim(x, 1), w.weight.in);
+            if (add_to && out) fail(ErrorCode::invalid_argument, "add_to and out exclude each other");
+            std::optional<Out<float>> fresh;
+            float* y;
+            if (add_to || out) {
+                const InOut<float, 2>& given = add_to ? *add_to : *out;
+                expect("rows of the output", dim(given, 0), dim(x, 0));
+                expect("columns of the output", dim(given, 1), w.weight.out);
+                y = given.data();
+            } else {
+                fresh = make<float>({x.shape(0), static_cast<size_t>(w.weight.out)});
+                y = fresh->data();
+            }
+            run(KDT_RUN, dim(x, 0),
+                [&](Backend& b, Rows rows) { b.linear({rows, x.data(), w.weight, y, add_to.has_value()}); });
+            return fresh;
+        },
+        "x"_a.noconvert(), "w"_a, "add_to"_a.noconvert().none() = nb::none(),
+        "out"_a.noconvert().none() = nb::none(), KDT_RUN_ARGS,
+        "x . w^T: [rows, out]; written to `out` or added to `add_to` in place where one is given.");
+    m.def(
+        "gated_linear",
+        [](In<float, 2> x, const Matrix& gate, const Matrix& up, KDT_RUN_PARAMS) {
+            expect("columns of x", dim(x, 1), gate.weight.in);
+            auto y = make<float>({x.shape(0), static_cast<size_t>(gate.weight.out)});
+            run(KDT_RUN, dim(x, 0), [&](Backend& b, Rows rows) {
+                b.gated_linear({rows, x.data(), gate.weight, up.weight, y.data()});
+            });
+            return y;
+        },
+        "x"_a.noconvert(), "gate"_a, "up"_a, KDT_RUN_ARGS, "silu(x . gate^T) * (x . up^T): [rows, out].");
+    m.def(
+        "gather_rows",
+        [](In<float, 2> x, In<int32_t, 1> index, int y_stride, KDT_RUN_PARAMS) {
+            for (size_t j = 0; j < index.shape(0); ++j)
+                if (index(j) >= dim(x, 0))
+                    fail(ErrorCode::invalid_argument, "row %zu gathers row %d of %d", j, index(j), dim(x, 0));
+            if (y_stride < dim(x, 1))
+                fail(ErrorCode::invalid_argument, "a stride of %d for rows of %d", y_stride, dim(x, 1));
+            auto y = make<float>({index.shape(0), static_cast<size_t>(y_stride)});
+            run(KDT_RUN, dim(index, 0), [&](Backend& b, Rows rows) {
+                b.gather_rows({rows, index.data(), x.data(), dim(x, 1), y.data(), y_stride});
+            });
+            return y;
+        },
+        "x"_a.noconvert(), "index"_a.noconvert(), "y_stride"_a, KDT_RUN_ARGS,
+        "Rows of x: [len(index), y_stride].");
+}
+
+static void bind_attention(nb::module_& m) {
+    m.def(
+        "write_latent",
+        [](In<float, 2> ckv, In<float, 1> weight, float eps, In<float, 2> cos, In<float, 2> sin,
+           bool interleaved, InOut<float, 3> pages, InOut<float, 2> scratch, In<int32_t, 2> page_table,
+           KDT_BATCH_PARAMS, KDT_RUN_PARAMS) {
+            const int rows = dim(ckv, 0);
+            const RopeTable rope = rope_table(cos, sin, interleaved);
+            const Cache cache = cache_of(pages, scratch, page_table);
+            expect("columns of ckv", dim(ckv, 1), dim(weight, 0) + rope.rope);
+            expect("width of a page", cache.width, dim(ckv, 1));
+            if (cache.scratch_rows < rows)
+                fail(ErrorCode::invalid_argument, "%d scratch rows for %d rows", cache.scratch_rows, rows);
+            const RowBatch batch = KDT_BATCH.view(rows, dim(page_table, 0));
+            run(KDT_RUN, rows, [&](Backend& b, Rows r) {
+                b.write_latent(
+                    {r, batch, ckv.data(), weight.data(), eps, dim(weight, 0), rope, cache.view()});
+            });
+        },
+        "ckv"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "cos"_a.noconvert(), "sin"_a.noconvert(),
+        "interleaved"_a, "pages"_a.noconvert(), "scratch"_a.noconvert(), "page_table"_a.noconvert(),
+        KDT_BATCH_ARGS, KDT_RUN_ARGS,
+        "Writes [rms_norm(latent) | rope] of each row to its page slot or scratch row, in place.");
+    m.def(
+        "absorb_query",
+        [](In<float, 3> q, const Matrix& key_up, In<float, 2> cos, In<float, 2> sin, bool interleaved,
+           In<int32_t, 1> position, KDT_RUN_PARAMS) {
+            const RopeTable rope = rope_table(cos, sin, interleaved);
+            const int heads = dim(q, 1), nope = dim(q, 2) - rope.rope;
+            expect("columns of key_up", key_up.weight.in, nope);
+            expect("rows of position", dim(position, 0), dim(q, 0));
+            if (heads < 1 || key_up.weight.out % heads != 0)
+                fail(ErrorCode::invalid_argument, "key_up has %d rows for %d heads", key_up.weight.out,
+                     heads);
+            const int latent = key_up.weight.out / heads;
+            auto out = make<float>({q.shape(0), q.shape(1), static_cast<size_t>(latent + rope.rope)});
+            RowBatch batch;
+            batch.position = const_cast<int32_t*>(position.data());
+            run(KDT_RUN, dim(q, 0), [&](Backend& b, Rows rows) {
+                b.absorb_query({rows, batch, q.data(), key_up.weight, heads, nope, latent, rope, out.data()});
+            });
+            return out;
+        },
+        "q"_a.noconvert(), "key_up"_a, "cos"_a.noconvert(), "sin"_a.noconvert(), "interleaved"_a,
+        "position"_a.noconvert(), KDT_RUN_ARGS,
+        "[q_nope . key_up[head] | rope(q_rope)] of q [rows, heads, nope + rope]: [rows, heads, latent + "
+        "rope].");
+    m.def(
+        "attend",
+        [](In<float, 3> q, In<float, 3> pages, In<float, 2> scratch, In<int32_t, 2> page_table, int rope,
+           float scale, KDT_BATCH_PARAMS, KDT_RUN_PARAMS) {
+            const int rows = dim(q, 0), heads = dim(q, 1), latent = dim(q, 2) - rope;
+            const Cache cache = cache_of(pages, scratch, page_table);
+            expect("width of a page", cache.width, dim(q, 2));
+            if (rope < 0 || latent < 1)
+                fail(ErrorCode::invalid_argument, "%d of %d values are rope", rope, dim(q, 2));
+            const RowBatch batch = KDT_BATCH.view(rows, dim(page_table, 0));
+            for (int i = 0; i < rows; ++i)
+                for (int a = 0; a < std::min(ancestor_count(i), kMaxAncestors); ++a)
+                    if (ancestors(i, a) >= cache.scratch_rows)
+                        fail(ErrorCode::invalid_argument, "row %d names scratch row %d of %d", i,
+                             ancestors(i, a), cache.scratch_rows);
+            auto out = make<float>({q.shape(0), q.shape(1), static_cast<size_t>(latent)});
+            run(KDT_RUN, rows, [&](Backend& b, Rows r) {
+                b.attend({r, batch, q.data(), cache.view(), heads, latent, rope, scale, out.data()});
+            });
+            return out;
+        },
+        "q"_a.noconvert(), "pages"_a.noconvert(), "scratch"_a.noconvert(), "page_table"_a.noconvert(),
+        "rope"_a, "scale"_a, KDT_BATCH_ARGS, KDT_RUN_ARGS,
+        "Attention of q [rows, heads, latent + rope] over each row's committed prefix and ancestors: "
+        "[rows, heads, latent].");
+    m.def(
+        "project_value",
+        [](In<float, 3> o, const Matrix& value_up, KDT_RUN_PARAMS) {
+            const int heads = dim(o, 1), latent = dim(o, 2);
+            expect("columns of value_up", value_up.weight.in, latent);
+            if (heads < 1 || value_up.weight.out % heads != 0)
+                fail(ErrorCode::invalid_argument, "value_up has %d rows for %d heads", value_up.weight.out,
+                     heads);
+            const int v = value_up.weight.out / heads;
+            auto out = make<float>({o.shape(0), static_cast<size_t>(value_up.weight.out)});
+            run(KDT_RUN, dim(o, 0), [&](Backend& b, Rows rows) {
+                b.project_value({rows, o.data(), value_up.weight, heads, latent, v, out.data()});
+            });
+            return out;
+        },
+        "o"_a.noconvert(), "value_up"_a, KDT_RUN_ARGS, "o[head] . value_up[head]^T: [rows, heads * v].");
+}
+
+static void bind_moe(nb::module_& m) {
+    m.def(
+        "route",
+        [](In<float, 2> x, const Matrix& gate, std::optional<In<float, 1>> bias, const std::string& scoring,
+           int top_k, int groups, int top_groups, bool normalize, float scaling, KDT_RUN_PARAMS) {
+            expect("columns of x", dim(x, 1), gate.weight.in);
+            if (bias) expect("length of bias", dim(*bias, 0), gate.weight.out);
+            if (scoring != "sigmoid_noaux_tc" && scoring != "softmax_greedy")
+                fail(ErrorCode::invalid_argument,
+                     "scoring is '%s'; sigmoid_noaux_tc or softmax_greedy was expected", scoring.c_str());
+            if (top_k < 1) fail(ErrorCode::invalid_argument, "top_k is %d", top_k);
+            auto expert = make<int32_t>({x.shape(0), static_cast<size_t>(top_k)});
+            auto weight = make<float>({x.shape(0), static_cast<size_t>(top_k)});
+            run(KDT_RUN, dim(x, 0), [&](Backend& b, Rows rows) {
+                Backend::WorkspaceSizes sizes{};
+                sizes.rows = rows.capacity;
+                sizes.experts = gate.weight.out;
+                b.reserve_workspace(sizes);
+                b.route({rows, x.data(), gate.weight, bias ? bias->data() : nullptr,
+                         scoring == "softmax_greedy" ? Scoring::softmax_greedy : Scoring::sigmoid_noaux_tc,
+                         top_k, groups, top_groups, normalize, scaling, expert.data(), weight.data()});
+            });
+            return std::make_pair(expert, weight);
+        },
+        "x"_a.noconvert(), "gate"_a, "bias"_a.noconvert().none(), "scoring"_a, "top_k"_a, "groups"_a = 1,
+        "top_groups"_a = 1, "normalize"_a = true, "scaling"_a = 1.0f, KDT_RUN_ARGS,
+        "Experts of each row, best first, and their weights: int32 and float32 [rows, top_k].");
+    m.def(
+        "experts",
+        [](In<float, 2> x, const Experts& experts, In<int32_t, 2> expert, In<float, 2> weight,
+           std::optional<In<float, 2>> shared, InOut<float, 2> y, KDT_RUN_PARAMS) {
+            const ExpertSet& set = experts.set;
+            expect("columns of x", dim(x, 1), set.hidden);
+            expect("columns of y", dim(y, 1), set.hidden);
+            expect("rows of y", dim(y, 0), dim(x, 0));
+            expect("rows of expert", dim(expert, 0), dim(x, 0));
+            expect("rows of weight", dim(weight, 0), dim(x, 0));
+            expect("columns of weight", dim(weight, 1), dim(expert, 1));
+            if (shared) {
+                expect("rows of shared", dim(*shared, 0), dim(x, 0));
+                expect("columns of shared", dim(*shared, 1), set.hidden);
+            }
+            run(KDT_RUN, dim(x, 0), [&](Backend& b, Rows rows) {
+                Backend::WorkspaceSizes sizes{};
+                sizes.rows = rows.capacity;
+                sizes.experts = set.count;
+                sizes.top_k = dim(expert, 1);
+                sizes.hidden = set.hidden;
+                sizes.intermediate = set.intermediate;
+                b.reserve_workspace(sizes);
+                b.experts({rows, x.data(), set, expert.data(), weight.data(), dim(expert, 1),
+                           shared ? shared->data() : nullptr, y.data()});
+            });
+        },
+        "x"_a.noconvert(), "experts"_a, "expert"_a.noconvert(), "weight"_a.noconvert(),
+        "shared"_a.noconvert().none(), "y"_a.noconvert(), KDT_RUN_ARGS,
+        "Adds the weighted experts' outputs and `shared` to y, in place.");
+}
+
+static void bind_sampling(nb::module_& m) {
+    m.def(
+        "top_k",
+        [](In<float, 2> logits, int k, KDT_RUN_PARAMS) {
+            if (k < 1) fail(ErrorCode::invalid_argument, "k is %d", k);
+            auto token = make<int32_t>({logits.shape(0), static_cast<size_t>(k)});
+            auto logp = make<float>({logits.shape(0), static_cast<size_t>(k)});
+            run(KDT_RUN, dim(logits, 0), [&](Backend& b, Rows rows) {
+                Backend::WorkspaceSizes sizes{};
+                sizes.vocab = dim(logits, 1);
+                b.reserve_workspace(sizes);
+                b.top_k({rows, logits.data(), dim(logits, 1), k, token.data(), logp.data()});
+            });
+            return std::make_pair(token, logp);
+        },
+        "logits"_a.noconvert(), "k"_a, KDT_RUN_ARGS,
+        "The k most probable tokens of each row and their log-probabilities, descending; ties: lower id.");
+    m.def(
+        "select",
+        [](In<float, 2> logits, In<int32_t, 1> position, float temperature, int top_k, float top_p,
+           float min_p, uint64_t seed, uint32_t choice, KDT_RUN_PARAMS) {
+            expect("rows of position", dim(position, 0), dim(logits, 0));
+            auto token = make<int32_t>({logits.shape(0)});
+            const SampleParams sample{temperature, top_k, top_p, min_p, seed, choice};
+            run(KDT_RUN, dim(logits, 0), [&](Backend& b, Rows rows) {
+                Backend::WorkspaceSizes sizes{};
+                sizes.vocab = dim(logits, 1);
+                b.reserve_workspace(sizes);
+                b.select({rows, logits.data(), dim(logits, 1), position.data(), &sample, token.data()});
+            });
+            return token;
+        },
+        "logits"_a.noconvert(), "position"_a.noconvert(), "temperature"_a = 0.0f, "top_k"_a = 0,
+        "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "choice"_a = 0, KDT_RUN_ARGS,
+        "The token that each row emits: int32 [rows].");
+}
+
+static void bind_trees(nb::module_& m) {
+    m.def(
+        "build_tree",
+        [](In<int32_t, 2> table_token, In<float, 2> table_logp, In<int32_t, 1> path_length,
+           In<int32_t, 2> path_token, In<float, 2> path_logp, int budget, int max_depth, int root,
+           int threads, std::string isa) {
+            expect("rows of table_logp", dim(table_logp, 0), dim(table_token, 0));
+            expect("columns of table_logp", dim(table_logp, 1), dim(table_token, 1));
+            expect("rows of path_token", dim(path_token, 0), dim(path_length, 0));
+            expect("rows of path_logp", dim(path_logp, 0), dim(path_length, 0));
+            expect("columns of path_token", dim(path_token, 1), kMaxDepth);
+            expect("columns of path_logp", dim(path_logp, 1), kMaxDepth);
+            const auto plain_i = [](const auto& a) { return const_cast<int32_t*>(a.data()); };
+            const auto plain_f = [](const auto& a) { return const_cast<float*>(a.data()); };
+            int32_t depth = dim(table_token, 0), count = dim(path_length, 0), root_token = root, nodes = 0;
+            ProposalArrays p{&depth, plain_i(table_token), plain_f(table_logp), dim(table_token, 1),
+                             &count, plain_i(path_length), plain_i(path_token), plain_f(path_logp),
+                             count};
+            int32_t token[kMaxTreeRows], parent[kMaxTreeRows], depths[kMaxTreeRows], source[kMaxTreeRows];
+            double weight[kMaxTreeRows];
+            backend(threads, isa)
+                .build_tree(
+                    {p, budget, max_depth, &root_token, {&nodes, token, parent, depths, source, weight}});
+            const size_t n = static_cast<size_t>(nodes) + 1;
+            const auto copy = [n]<class T>(const T* from) {
+                auto to = make<T>({n});
+                std::copy_n(from, n, to.data());
+                return to;
+            };
+            return std::make_tuple(copy(token), copy(parent), copy(depths), copy(source), copy(weight));
+        },
+        "table_token"_a.noconvert(), "table_logp"_a.noconvert(), "path_length"_a.noconvert(),
+        "path_token"_a.noconvert(), "path_logp"_a.noconvert(), "budget"_a, "max_depth"_a, "root"_a,
+        "threads"_a = 1, "isa"_a = "",
+        "The draft tree in pop order: token, parent, depth, source, weight, each [nodes + 1].");
+    m.def(
+        "tree_rows",
+        [](In<int32_t, 1> token, In<int32_t, 1> parent, int nodes, int sequence, int start, int threads,
+           std::string isa) {
+            expect("length of parent", dim(parent, 0), dim(token, 0));
+            if (dim(token, 0) < 1 || dim(token, 0) > kMaxTreeRows)
+                fail(ErrorCode::invalid_argument, "a tree of %d rows; 1 to %d were expected", dim(token, 0),
+                     kMaxTreeRows);
+            int32_t count = dim(token, 0) - 1, n = nodes, first = start, row = sequence, live = 0;
+            TreeArrays tree;
+            tree.count = &count;
+            tree.token = const_cast<int32_t*>(token.data());
+            tree.parent = const_cast<int32_t*>(parent.data());
+            constexpr size_t kRows = kMaxTreeRows;
+            auto row_token = make<int32_t>({kRows}), row_sequence = make<int32_t>({kRows});
+            auto position = make<int32_t>({kRows}), prefix = make<int32_t>({kRows});
+            auto ancestor_count = make<int32_t>({kRows});
+            auto ancestors = make<int32_t>({kRows, static_cast<size_t>(kMaxAncestors)});
+            backend(threads, isa)
+                .tree_rows({tree,
+                            &n,
+                            &row,
+                            &first,
+                            {row_token.data(), row_sequence.data(), position.data(), prefix.data(),
+                             ancestor_count.data(), ancestors.data()},
+                            &live});
+            return std::make_tuple(live, row_token, row_sequence, position, prefix, ancestor_count,
+                                   ancestors);
+        },
+        "token"_a.noconvert(), "parent"_a.noconvert(), "nodes"_a, "sequence"_a, "start"_a, "threads"_a = 1,
+        "isa"_a = "",
+        "Rows of a tree's first nodes: live, then token, sequence, position, prefix, ancestor_count, "
+        "ancestors.");
+    m.def(
+        "accept",
+        [](In<int32_t, 1> token, In<int32_t, 1> parent, In<int32_t, 1> selected, int live, int limit,
+           In<int32_t, 1> stops, int threads, std::string isa) {
+            expect("length of parent", dim(parent, 0), dim(token, 0));
+            expect("length of selected", dim(selected, 0), dim(token, 0));
+            if (live > dim(token, 0))
+                fail(ErrorCode::invalid_argument, "%d live rows of %d", live, dim(token, 0));
+            TreeArrays tree;
+            tree.token = const_cast<int32_t*>(token.data());
+            tree.parent = const_cast<int32_t*>(parent.data());
+            int32_t rows = live, most = limit, stop_count = dim(stops, 0);
+            int32_t length = 0, failed = 0, path[kMaxTreeRows], emitted[kMaxTreeRows];
+            backend(threads, isa)
+                .accept({tree, &rows, selected.data(), &most, &stop_count, stops.data(), &length, &failed,
+                         path, emitted});
+            const size_t n = static_cast<size_t>(length);
+            auto path_out = make<int32_t>({n}), emitted_out = make<int32_t>({n});
+            std::copy_n(path, n, path_out.data());
+            std::copy_n(emitted, n, emitted_out.data());
+            return std::make_tuple(path_out, emitted_out, failed != 0);
+        },
+        "token"_a.noconvert(), "parent"_a.noconvert(), "selected"_a.noconvert(), "live"_a, "limit"_a,
+        "stops"_a.noconvert(), "threads"_a = 1, "isa"_a = "",
+        "Rows on the accepted path, root first; the tokens emitted; whether the walk met a row without a "
+        "token.");
+    m.def(
+        "commit",
+        [](In<int32_t, 1> path, int start, int sequence, InOut<float, 3> pages, In<float, 2> scratch,
+           In<int32_t, 2> page_table, int threads, std::string isa) {
+            const Cache cache = cache_of(pages, scratch, page_table);
+            if (sequence < 0 || sequence >= dim(page_table, 0))
+                fail(ErrorCode::invalid_argument, "sequence %d of %d", sequence, dim(page_table, 0));
+            for (size_t j = 0; j < path.shape(0); ++j)
+                if (path(j) >= cache.scratch_rows)
+                    fail(ErrorCode::invalid_argument, "scratch row %d of %d", path(j), cache.scratch_rows);
+            const int32_t length = dim(path, 0), first = start, row = sequence;
+            backend(threads, isa).commit({&length, path.data(), &first, &row, cache.width, cache.view()});
+        },
+        "path"_a.noconvert(), "start"_a, "sequence"_a, "pages"_a.noconvert(), "scratch"_a.noconvert(),
+        "page_table"_a.noconvert(), "threads"_a = 1, "isa"_a = "",
+        "Copies scratch rows to positions start, start + 1, ... of a sequence's pages, in place.");
+}
+
+static void bind_primitives(nb::module_& m) {
+    m.def(
+        "description", [](int threads, std::string isa) { return backend(threads, isa).description(); },
+        "threads"_a = 0, "isa"_a = "", "What a backend with these settings runs on.");
+    m.def(
+        "exp",
+        [](In<float, 1> x, std::string isa) {
+            auto y = make<float>({x.shape(0)});
+            backend(1, isa).kernels().exp_each(x.data(), dim(x, 0), y.data());
+            return y;
+        },
+        "x"_a.noconvert(), "isa"_a = "", "The backend's exp.");
+    m.def(
+        "log",
+        [](In<float, 1> x, std::string isa) {
+            auto y = make<float>({x.shape(0)});
+            backend(1, isa).kernels().log_each(x.data(), dim(x, 0), y.data());
+            return y;
+        },
+        "x"_a.noconvert(), "isa"_a = "", "The backend's log.");
+    m.def(
+        "philox",
+        [](In<uint32_t, 1> counter, In<uint32_t, 1> key, std::string isa) {
+            expect("length of counter", dim(counter, 0), 4);
+            expect("length of key", dim(key, 0), 2);
+            auto out = make<uint32_t>({size_t{4}});
+            backend(1, isa).kernels().philox(counter.data(), key.data(), out.data());
+            return out;
+        },
+        "counter"_a.noconvert(), "key"_a.noconvert(), "isa"_a = "", "Philox4x32-10: four words.");
+    m.def(
+        "gumbel",
+        [](In<int32_t, 1> token, uint32_t position, uint64_t seed, uint32_t choice, std::string isa) {
+            auto out = make<float>({token.shape(0)});
+            cpu::GumbelJob job{};
+            job.id = token.data();
+            job.n = dim(token, 0);
+            job.key[0] = static_cast<uint32_t>(seed);
+            job.key[1] = static_cast<uint32_t>(seed >> 32);
+            job.position = position;
+            job.choice = choice;
+            backend(1, isa).kernels().gumbel_each(job, out.data());
+            return out;
+        },
+        "token"_a.noconvert(), "position"_a, "seed"_a = 0, "choice"_a = 0, "isa"_a = "",
+        "Gumbel noise of tokens emitted at a position.");
+    m.def(
+        "stream_sum",
+        [](In<float, 1> x, int threads, std::string isa) {
+            cpu::CpuBackend& b = backend(threads, isa);
+            nb::gil_scoped_release release;
+            return b.stream_sum(x.data(), x.shape(0));
+        },
+        "x"_a.noconvert(), "threads"_a = 0, "isa"_a = "",
+        "Sum of an array, as fast as memory can be read: the yardstick of the benchmarks.");
+}
+
+void bind_ops(nb::module_& parent) {
+    nb::module_ m = parent.def_submodule("ops", "Each op of the CPU backend on numpy arrays.");
+    bind_weights(m);
+    bind_linear(m);
+    bind_attention(m);
+    bind_moe(m);
+    bind_sampling(m);
+    bind_trees(m);
+    bind_primitives(m);
+}
 
 }  // namespace kdt

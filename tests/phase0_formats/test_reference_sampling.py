@@ -29,15 +29,13 @@ def test_philox_known_answers(counter, key, expected):
     assert " ".join(f"{int(w):08x}" for w in words) == expected
 
 
-def test_uniform_stays_inside_the_open_interval_in_float32():
-    """A u that rounds to 1 gives infinite noise, so that one token in 2^24 would win against any logit."""
-    extremes = (
-        (np.array([0, 2**32 - 1], dtype=np.uint32) >> np.uint32(9)).astype(np.float32) + np.float32(0.5)
-    ) * (np.float32(2.0**-23))
-    assert extremes[0] > 0 and extremes[1] < 1
-    u = sampling.uniform(np.arange(4096), 5, 7, 0)
-    assert np.array_equal(u.astype(np.float32).astype(np.float64), u)
-    assert np.isfinite(-np.log(-np.log(extremes))).all()
+def test_noise_of_the_extreme_words():
+    """A v that rounds to 1 gives noise of minus infinity, one of 0 plus infinity, so that one token in 2^32
+    would win against any logit; a v on a grid of 2^-23 ends the noise at 16.6: rarer tokens never come."""
+    v = sampling.to_uniform(np.array([0, 1, 2**32 - 1], dtype=np.uint32))
+    assert v.dtype == np.float32 and v[0] == 2.0**-33 and v[1] == 3 * 2.0**-33 and v[2] == 1 - 2.0**-24
+    noise = -np.log(-np.log1p(-v.astype(np.float64)))
+    assert np.isfinite(noise).all() and noise[0] > 22.8 and noise[2] < -2.8
 
 
 def test_noise_depends_on_every_coordinate():

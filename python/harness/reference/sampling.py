@@ -35,20 +35,30 @@ def philox4x32(counter: npt.NDArray[Any], key: tuple[int, int], rounds: int = 10
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def uniform(token: npt.NDArray[Any], position: int, seed: int, choice: int) -> npt.NDArray[np.float64]:
-    """float64 [n] in (0, 1), one for each token id: ((word0 >> 9) + 0.5) * 2^-23, exact in float32 too."""
+def uniform(token: npt.NDArray[Any], position: int, seed: int, choice: int) -> npt.NDArray[np.float32]:
+    """float32 [n] in (0, 1), one for each token id: v = (float32(word0) + 0.5) * 2^-32, at most 1 - 2^-24."""
     counter = np.zeros((len(token), 4), dtype=np.uint64)
     counter[:, 0] = token
     counter[:, 1] = position
     counter[:, 2] = choice
     word = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))[:, 0]
-    values: npt.NDArray[np.float64] = ((word >> np.uint32(9)).astype(np.float64) + 0.5) * 2.0**-23
+    return to_uniform(word)
+
+
+def to_uniform(word: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    """float32 [n] of random words. Small values are as fine as float32 is: they make the large noise."""
+    raw = (word.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    values: npt.NDArray[np.float32] = np.minimum(raw, np.float32(1 - 2.0**-24))
     return values
 
 
 def gumbel(token: npt.NDArray[Any], position: int, seed: int, choice: int) -> npt.NDArray[np.float64]:
-    """float64 [n]: standard Gumbel noise -log(-log u) of each token id."""
-    values: npt.NDArray[np.float64] = -np.log(-np.log(uniform(token, position, seed, choice)))
+    """float64 [n]: standard Gumbel noise -log E of each token id, E = -log(1 - v) exponential (1 - v rounded
+    to float32 from v = 2^-12 on)."""
+    v = uniform(token, position, seed, choice)
+    rounded = -np.log((np.float32(1) - v).astype(np.float64))
+    exponential = np.where(v < np.float32(2.0**-12), -np.log1p(-v.astype(np.float64)), rounded)
+    values: npt.NDArray[np.float64] = -np.log(exponential)
     return values
 
 
@@ -67,7 +77,7 @@ class SampleParams:
 @dataclass(frozen=True)
 class Selected:
     """token: the choice, -1 where the logits hold a NaN or no finite value. kept: integers, the candidates in
-    order (z descending, id ascending). margin: how far the nearest decision was from going the other way
+    order (logit descending, id ascending). margin: how far the nearest decision was from going the other way
     (float64; relative to 1 for top-p and min-p, absolute for the final arg max): comparisons in other
     precision may differ where it is tiny."""
 
@@ -80,7 +90,8 @@ def select(logits: npt.NDArray[Any], position: int, params: SampleParams) -> Sel
     """The token emitted at absolute position `position` + 1 after a row at `position`. logits: float32 [V].
 
     Order: temperature, top-k, top-p (the crossing token is kept), min-p, then arg max of z + Gumbel noise.
-    Every tie goes to the lower token id. z = logit / temperature is rounded to float32; the rest is float64.
+    Every tie goes to the lower token id. z = (logit - max) / temperature is rounded to float32; the rest is
+    float64.
     """
     x = np.asarray(logits, dtype=np.float32)
     if np.isnan(x).any() or not np.isfinite(x).any():
@@ -90,13 +101,12 @@ def select(logits: npt.NDArray[Any], position: int, params: SampleParams) -> Sel
         gap = float(x[order[0]]) - float(x[order[1]]) if len(x) > 1 else np.inf
         return Selected(int(order[0]), order[:1].astype(np.int64), gap)
 
-    with np.errstate(over="ignore"):
-        z = x / np.float32(params.temperature)
-    order = np.argsort(-z, kind="stable").astype(np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = np.where(x == x.max(), np.float32(0), (x - x.max()) / np.float32(params.temperature))
+    order = np.argsort(-x, kind="stable").astype(np.int64)
     if 0 < params.top_k < len(order):
         order = order[: params.top_k]
-    with np.errstate(invalid="ignore"):
-        p = np.exp(z[order].astype(np.float64) - float(z[order[0]]))
+    p = np.exp(z[order].astype(np.float64))
     margin = np.inf
     if params.top_p < 1.0:
         before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
@@ -105,7 +115,7 @@ def select(logits: npt.NDArray[Any], position: int, params: SampleParams) -> Sel
         keep = int((before < limit).sum())
         order, p = order[: max(keep, 1)], p[: max(keep, 1)]
     if params.min_p > 0.0:
-        limit = float(np.float32(params.min_p)) * float(p[0])
+        limit = float(np.float32(params.min_p))
         margin = min(margin, float(np.abs(p - limit).min(initial=np.inf)))
         order = order[p >= limit]
     noisy = z[order].astype(np.float64) + gumbel(order, position + 1, params.seed, params.choice)
