@@ -217,7 +217,7 @@ def test_drafters_that_have_nothing_to_replay(folder: Path) -> None:
 
 def test_device_that_is_not_there(folder: Path) -> None:
     """Catches a quiet fall-back to the CPU where a GPU was asked for by number."""
-    assert_refused(generate(folder, "--device", "cuda:97"), "cuda", "97")
+    assert_refused(generate(folder, "--device", "cuda:97"), "CUDA")
 
 
 def test_unknown_instruction_set(folder: Path) -> None:
@@ -225,10 +225,11 @@ def test_unknown_instruction_set(folder: Path) -> None:
     assert_refused(generate(folder, KDTREE_CPU_ISA="mmx"), "mmx")
 
 
-def test_out_of_memory_is_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_out_of_memory_is_a_sentence(tmp_path: Path) -> None:
     """Catches a crash, or the kernel's killer, where a context needs more memory than the machine has."""
-    model = with_config(folder, tmp_path / "model", max_position_embeddings=2_000_000_000)
-    assert_refused(generate(model, "--context", "1900000000"), "memory")
+    config = tiny_models.CONFIG | {"max_position_embeddings": 1 << 24, "kv_lora_rank": 4096}  # 0.8 TB
+    model = tiny_models.write_folder(tmp_path / "model", config)
+    assert_refused(generate(model, "--context", str(1 << 24)), "needs", "GiB", "free")
 
 
 # -- JSON ------------------------------------------------------------------------------------------------

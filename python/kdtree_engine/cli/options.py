@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -103,11 +102,11 @@ class RunOptions:
         a = dict(arguments)
         if a["model"] is None:
             raise UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
-        _at_least("--max-tokens", a["max_tokens"], 1)
-        _at_least("--top-k", a["top_k"], 0)
-        _at_least("--threads", a["threads"], 0)
-        _at_least("--context", a["context"], 1)
-        _at_least("--logprobs", a["logprobs"], 0)
+        _within("--max-tokens", a["max_tokens"], 1, 2**31 - 1)
+        _within("--top-k", a["top_k"], 0, 2**31 - 1)
+        _within("--threads", a["threads"], 0, 1024)
+        _within("--context", a["context"], 1, 2**31 - 1)
+        _within("--logprobs", a["logprobs"], 0, 1024)
         _within("--seed", a["seed"], 0, 2**64 - 1)
         _within("--temperature", a["temperature"], 0.0, 1e6)
         _within("--top-p", a["top_p"], 0.0, 1.0)
@@ -138,13 +137,8 @@ class RunOptions:
         return cls(**a)
 
 
-def _at_least(name: str, value: int | None, minimum: int) -> None:
-    if value is not None and value < minimum:
-        raise UsageProblem(f"{name} is {value}; it must be {minimum} or more")
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:  # NaN fails both comparisons
+def _within(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:  # NaN fails both comparisons
         raise UsageProblem(f"{name} is {value}; it must lie between {low:.12g} and {high:.20g}")
 
 
