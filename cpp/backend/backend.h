@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -256,9 +257,9 @@ struct BuildTreeArgs {  // best-first over the union of the table's and the path
 
 struct TreeRowsArgs {  // rows of the first min(*nodes, *tree.count) + 1 nodes
     TreeArrays tree;
-    const int32_t* nodes;  // scalar: the budget's choice n
+    const int32_t* nodes;     // scalar: the budget's choice n
     const int32_t* sequence;  // scalar: row of the page table
-    const int32_t* start;  // scalar: committed length = position of the root
+    const int32_t* start;     // scalar: committed length = position of the root
     RowBatch batch;
     int32_t* live;  // scalar out: rows
 };
@@ -309,12 +310,20 @@ struct CommitArgs {         // scratch latents of rows[j] -> position start + j 
     const int32_t* path;    // [kMaxTreeRows] scratch rows
     const int32_t* start;   // scalar: first position
     const int32_t* sequence;  // scalar: row of the page table
-    int width;  // latent + rope
+    int width;                // latent + rope
     LatentCache cache;
 };
 
 // ----------------------------------------------------------------------------------------------------------------
 // backend
+
+// A recorded queue of ops. Between launches the contents of device memory may change (scalars, rows, caches);
+// pointers, capacities and host-side arguments are those of the recording.
+class Graph {
+  public:
+    virtual ~Graph() = default;
+    virtual void launch() = 0;
+};
 
 class Backend {
   public:
@@ -336,6 +345,9 @@ class Backend {
     virtual void synchronize() = 0;
     // Bytes that `allocate` can still hand out, as far as the device tells.
     virtual size_t memory_available() const { return SIZE_MAX; }
+    // Records the ops that `ops` issues; nothing runs before `launch`. The default keeps the calls and makes
+    // them again; a device with graphs captures them. `ops` must outlive nothing: it is copied.
+    virtual std::unique_ptr<Graph> record(std::function<void()> ops);
 
     // Weights: checked here (NaN or infinite scales are refused, `name` says where), repacked once, owned by
     // the backend.

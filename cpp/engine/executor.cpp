@@ -217,6 +217,7 @@ ForwardArgs Executor::forward_args(int capacity) {
     args.caches = &caches_;
     args.rope = rope_;
     args.logits = logits_.as<float>();
+    args.cancelled = [this] { return cancel_ != nullptr && cancel_->load(std::memory_order_relaxed); };
     return args;
 }
 
@@ -262,7 +263,7 @@ bool Executor::run_prompt(int sequence, std::span<const int32_t> tokens, int fir
     put<int32_t>(backend_, logit_live_, static_cast<int32_t>(logit_rows));
     ForwardArgs args = forward_args(n);
     args.want_logits = {{logit_rows, logit_live_.as<int32_t>()}, logit_index_.as<int32_t>()};
-    args.cancel = cancel;
+    cancel_ = cancel;
     return run(args);
 }
 
@@ -306,6 +307,7 @@ void Executor::run_rows(int sequence, std::span<const RowSpec> rows, std::span<c
                         std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
                         std::vector<float>& logits, std::vector<float>& taps) {
     check_forwardable(rows);
+    cancel_ = nullptr;
     const int n = static_cast<int>(rows.size());
     if (want_logits.size() > static_cast<size_t>(kMaxTreeRows))
         fail(ErrorCode::invalid_argument, "%zu rows want logits; expected at most %d", want_logits.size(),
@@ -393,23 +395,43 @@ bool Executor::verify(const VerifyRequest& request) {
     round_in_.set(in_.source, host_tree_.source);
     round_in_.set(in_.weight, host_tree_.weight);
     Stopwatch watch;
+    stage_seconds_ = {};
     round_in_.upload();
 
+    cancel_ = request.cancel;
+    was_cancelled_ = false;
+    round_graph(request.nodes + 1).launch();
+    stage_seconds_.verify += watch.lap() - stage_seconds_.accept - stage_seconds_.commit;
+    return !was_cancelled_;
+}
+
+// One recording per size of the cost table: rows in between ride as padding, which changes no bit and loads
+// no weights.
+Graph& Executor::round_graph(int rows) {
+    size_t i = 0;
+    while (CostTable::kSizes[i] + 1 < rows) ++i;
+    std::unique_ptr<Graph>& graph = round_graphs_[i];
+    if (!graph)
+        graph = backend_.record([this, capacity = CostTable::kSizes[i] + 1] { queue_round(capacity); });
+    return *graph;
+}
+
+void Executor::queue_round(int capacity) {
     const int32_t* start = round_in_.device<int32_t>(in_.start);
     const int32_t* sequence = round_in_.device<int32_t>(in_.sequence);
     backend_.tree_rows(
         {tree_, round_in_.device<int32_t>(in_.nodes), sequence, start, batch_, live_.as<int32_t>()});
 
-    const int rows = request.nodes + 1;
-    ForwardArgs args = forward_args(rows);
+    ForwardArgs args = forward_args(capacity);
     args.want_logits = {args.rows, every_row_.as<int32_t>()};
-    args.cancel = request.cancel;
-    if (!run(args)) return false;
-
+    if (!run(args)) {
+        was_cancelled_ = true;
+        return;
+    }
     backend_.select({args.rows, logits_.as<float>(), engine_->config().vocab_size, batch_.position,
                      round_in_.device<SampleParams>(in_.sample), selected_.as<int32_t>()});
 
-    stage_seconds_.verify = watch.lap();
+    Stopwatch watch;
     AcceptArgs accept{};
     accept.tree = tree_;
     accept.live = live_.as<int32_t>();
@@ -423,11 +445,11 @@ bool Executor::verify(const VerifyRequest& request) {
     accept.emitted = round_out_.device<int32_t>(out_.emitted);
     backend_.accept(accept);
     stage_seconds_.accept = watch.lap();
+
     for (const LatentCache& cache : caches_)
         backend_.commit(
             {accept.length, accept.path, start, sequence, engine_->config().cache_width(), cache});
     stage_seconds_.commit = watch.lap();
-    return true;
 }
 
 Executor::Walk Executor::walk() {
@@ -464,6 +486,7 @@ int32_t Executor::select_last(const SampleParams& sample, int rows) {
 
 void Executor::measure_costs(int sequence) {
     constexpr double kLimitSeconds = 0.5;
+    cancel_ = nullptr;
     const int vocab = engine_->config().vocab_size;
     const auto seconds = [&](int nodes) {
         // Siblings below one root, each with a token of its own: what they share is the root alone, as in a

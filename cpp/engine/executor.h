@@ -3,6 +3,7 @@
 // what the device has.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <span>
@@ -96,6 +97,9 @@ class Executor {
     void load_page_table(int sequence);
     ForwardArgs forward_args(int capacity);
     bool run(const ForwardArgs& args);
+    // The ops of a round from tree rows to commit, for at most `capacity` rows; recorded once per capacity.
+    void queue_round(int capacity);
+    Graph& round_graph(int rows);
     void upload_rows(int sequence, std::span<const RowSpec> rows);
     void check_forwardable(std::span<const RowSpec> rows) const;
 
@@ -130,6 +134,9 @@ class Executor {
     RowBatch batch_;
     TreeArrays tree_;
     RopeTable rope_;
+    std::array<std::unique_ptr<Graph>, CostTable::kSizes.size()> round_graphs_;
+    const std::atomic<bool>* cancel_ = nullptr;  // of the running request
+    bool was_cancelled_ = false;
     CostTable costs_;
     Walk::Seconds stage_seconds_;
     Tree host_tree_;

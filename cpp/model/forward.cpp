@@ -140,7 +140,7 @@ bool forward(Backend& b, const ModelConfig& c, const ModelWeights& weights, Forw
     b.embed({a.rows, a.batch.token, weights.embed, s.x.as<float>()});
 
     for (int i = 0; i < c.num_hidden_layers; ++i) {
-        if (a.cancel != nullptr && a.cancel->load(std::memory_order_relaxed)) return false;
+        if (a.cancelled && a.cancelled()) return false;
         attention_block(b, c, weights.layers[i], (*a.caches)[i], s, a);
         mlp_block(b, c, weights.layers[i], c.is_moe(i), s, a);
         copy_taps(b, c, i, s, a);

@@ -1,7 +1,7 @@
 // The forward pass (law 3): one function for prompt chunks, plain decoding, tree verification and batches.
 #pragma once
 
-#include <atomic>
+#include <functional>
 #include <vector>
 
 #include "backend/backend.h"
@@ -46,8 +46,9 @@ struct ForwardArgs {
     const std::vector<int>* tap_layers =
         nullptr;  // taps: the residual stream after these layers; may be null
     RowSubset want_taps;
-    float* taps = nullptr;                      // [want_taps.rows, tap_layers->size() * hidden]
-    const std::atomic<bool>* cancel = nullptr;  // checked between layers; returns false when it was set
+    float* taps = nullptr;  // [want_taps.rows, tap_layers->size() * hidden]
+    // Called between layers; the forward ends there, returning false, when it says so. May be empty.
+    std::function<bool()> cancelled;
 };
 
 // Runs all layers. Returns false if it was cancelled: pages then hold latents of no committed position,
