@@ -251,6 +251,7 @@ struct BuildTreeArgs {  // best-first over the union of the table's and the path
     ProposalArrays proposal;
     int budget;           // nodes at most
     int max_depth;        // of a node
+    int vocab;            // a token outside 0 .. vocab - 1 ends its table row or path
     const int32_t* root;  // scalar: token of the root
     TreeArrays tree;
 };

@@ -484,7 +484,7 @@ static void bind_trees(nb::module_& m) {
     m.def(
         "build_tree",
         [](In<int32_t, 2> table_token, In<float, 2> table_logp, In<int32_t, 1> path_length,
-           In<int32_t, 2> path_token, In<float, 2> path_logp, int budget, int max_depth, int root,
+           In<int32_t, 2> path_token, In<float, 2> path_logp, int budget, int max_depth, int root, int vocab,
            int threads, std::string isa) {
             expect("rows of table_logp", dim(table_logp, 0), dim(table_token, 0));
             expect("columns of table_logp", dim(table_logp, 1), dim(table_token, 1));
@@ -501,8 +501,12 @@ static void bind_trees(nb::module_& m) {
             int32_t token[kMaxTreeRows], parent[kMaxTreeRows], depths[kMaxTreeRows], source[kMaxTreeRows];
             double weight[kMaxTreeRows];
             backend(threads, isa)
-                .build_tree(
-                    {p, budget, max_depth, &root_token, {&nodes, token, parent, depths, source, weight}});
+                .build_tree({p,
+                             budget,
+                             max_depth,
+                             vocab,
+                             &root_token,
+                             {&nodes, token, parent, depths, source, weight}});
             const size_t n = static_cast<size_t>(nodes) + 1;
             const auto copy = [n]<class T>(const T* from) {
                 auto to = make<T>({n});
@@ -513,7 +517,7 @@ static void bind_trees(nb::module_& m) {
         },
         "table_token"_a.noconvert(), "table_logp"_a.noconvert(), "path_length"_a.noconvert(),
         "path_token"_a.noconvert(), "path_logp"_a.noconvert(), "budget"_a, "max_depth"_a, "root"_a,
-        "threads"_a = 1, "isa"_a = "",
+        "vocab"_a = INT32_MAX, "threads"_a = 1, "isa"_a = "",
         "The draft tree in pop order: token, parent, depth, source, weight, each [nodes + 1].");
     m.def(
         "tree_rows",

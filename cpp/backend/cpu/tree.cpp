@@ -37,7 +37,7 @@ void CpuBackend::build_tree(const BuildTreeArgs& args) {
             in_range("the length of a draft path", p.path_length[i], 0, kMaxDepth);
         paths = {*p.path_count, kMaxDepth, p.path_length, p.path_token, p.path_logp};
     }
-    const Tree tree = kdt::build_tree(*args.root, table, paths, {args.budget, args.max_depth});
+    const Tree tree = kdt::build_tree(*args.root, table, paths, {args.budget, args.max_depth, args.vocab});
     const size_t entries = static_cast<size_t>(tree.count) + 1;
     *args.tree.count = tree.count;
     std::copy_n(tree.token.data(), entries, args.tree.token);
