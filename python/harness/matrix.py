@@ -137,7 +137,7 @@ def judge(leg: Leg, golden: Mapping[str, Array], run: Decoded, plain: Decoded | 
     if run.target_forwards != forwards:
         leg.reasons.append(f"{run.target_forwards} target forwards, expected {forwards}")
     if leg.decoder == "ddtree":
-        rounds = [int(n) for n in golden["accept.emitted"]]
+        rounds = [int(n) for n in golden["accept.length"]]
         if run.accepted_lengths != rounds:
             leg.reasons.append(f"rounds emitted {run.accepted_lengths}, expected {rounds}")
         if plain is None:

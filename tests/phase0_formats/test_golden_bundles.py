@@ -128,11 +128,13 @@ def test_ddtree_run_is_the_plain_run(bundle):
         assert n == t["tree.count"][r] + 1
         for field in ("token", "parent", "depth", "weight"):
             assert np.array_equal(t[f"tree.{field}"][r, :n], getattr(tree, field)), field
-        path = t["accept.path"][r, : t["accept.length"][r]].tolist()
+        kept = int(t["accept.length"][r])
+        path = t["accept.path"][r, :kept].tolist()
         assert ddtree.ancestors(tree.parent, path[-1]) == path
-        kept = int(t["accept.emitted"][r])
-        assert tree.token[path[1:kept]].tolist() == tokens[done : done + kept - 1]
-        branches += drafts.branches_on(tree, path[:kept])
+        assert tree.token[path[1:]].tolist() == tokens[done : done + kept - 1]
+        assert t["accept.tokens"][r, :kept].tolist() == tokens[done : done + kept]
+        assert (t["accept.path"][r, kept:] == -1).all() and (t["accept.tokens"][r, kept:] == -1).all()
+        branches += drafts.branches_on(tree, path)
         done += kept
     assert done == 24
     assert branches > 0
@@ -225,9 +227,10 @@ def test_manifest_notices_missing_extra_and_reshaped_tensors(small):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_command_checks_under_any_thread_count(threads, tmp_path):
-    """The command of the documentation, in a process of its own (numpy reads the thread count once)."""
+    """In a process of its own: numpy reads the thread count once."""
+    names = ["model_int4_tiny", "kernel_experts", "kernel_tree_attention"]
     done = subprocess.run(
-        [sys.executable, "-m", "harness.golden", "--check", "--threads", str(threads)],
+        [sys.executable, "-m", "harness.golden", "--check", "--threads", str(threads), "--bundle", *names],
         capture_output=True,
         text=True,
         cwd=tmp_path,

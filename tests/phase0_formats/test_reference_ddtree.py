@@ -135,18 +135,44 @@ def test_visibility_is_parenthood_closed(proposal, budget):
         assert bits == ddtree.ancestors(tree.parent, i)
 
 
-@given(proposals(), st.lists(st.integers(-1, 5), min_size=41, max_size=41), st.integers(1, 41))
-def test_accept_is_the_longest_agreeing_path(proposal, selected, rows):
+@given(
+    proposals(),
+    st.lists(st.integers(-1, 5), min_size=41, max_size=41),
+    st.integers(1, 41),
+    st.integers(1, 8),
+    st.lists(st.integers(0, 5), max_size=1),
+)
+def test_accept_is_the_longest_agreeing_path(proposal, selected, rows, limit, stops):
     """Among all nodes whose whole path agrees with the target, accept must end at the deepest; a node past
-    the verified rows must not be walked to."""
+    the verified rows must not be walked to. The cut must fall where token by token decoding would stop."""
     token, logp, paths = proposal
     tree = ddtree.build_tree(9, token, logp, 40, 5, paths)
     rows = min(rows, tree.count + 1)
-    path, emitted = ddtree.accept(tree.token, tree.parent, np.array(selected), rows)
+    walk = ddtree.accept(tree.token, tree.parent, np.array(selected), rows, limit, stops)
     agreeing = []
     for i in range(rows):
         chain = ddtree.ancestors(tree.parent, i)
         if all(tree.token[b] == selected[a] for a, b in itertools.pairwise(chain)):
             agreeing.append(chain)
-    assert path == max(agreeing, key=len)
-    assert emitted == [selected[i] for i in path]
+    chain = max(agreeing, key=len)
+    text = [selected[i] for i in chain]
+    ends = [n + 1 for n, t in enumerate(text) if t in stops] + [limit, len(text)]
+    length = min(ends)
+    missing = text.index(-1) if -1 in text[:length] else None
+    assert walk.failed == (missing is not None)
+    assert walk.path == chain[: length if missing is None else missing]
+    assert walk.emitted == [selected[i] for i in walk.path]
+
+
+def test_repeated_tokens_do_not_multiply():
+    """K^L rank paths that all stand for one chain: a builder that follows each of them never returns."""
+    tree = ddtree.build_tree(0, np.full((32, 64), 5), np.full((32, 64), -0.5, np.float32), 64, 64)
+    assert tree.count == 32
+    assert tree.depth.tolist() == list(range(33))
+
+
+def test_tokens_outside_the_vocabulary_end_rows_and_paths():
+    """A token id past the embedding would be read out of bounds by the target."""
+    row, logp = np.array([[3, 10, 5]]), np.zeros((1, 3), np.float32)
+    tree = ddtree.build_tree(0, row, logp, 64, 4, [ddtree.Path([7, 10, 8], [0.0, 0.0, 0.0])], vocab=10)
+    assert tree.token.tolist() == [0, 3, 7]

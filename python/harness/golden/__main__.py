@@ -22,7 +22,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"where to write (default {DEFAULT_OUT}/)")
     parser.add_argument("--check", action="store_true", help="compare with the manifest")
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads of numpy's BLAS (default: its own choice)"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of numpy's BLAS (default: OPENBLAS_NUM_THREADS, else 1)",
     )
     parser.add_argument("--bundle", nargs="+", metavar="NAME", help="only these")
     parser.add_argument(
@@ -34,12 +37,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Exit code."""
     args = parse(argv)
-    if args.threads is not None:
-        if args.threads < 1:
-            print(f"--threads is {args.threads}, expected at least 1", file=sys.stderr)
-            return 2
-        for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[variable] = str(args.threads)  # read once, when numpy is imported: below
+    if args.threads is not None and args.threads < 1:
+        print(f"--threads is {args.threads}, expected at least 1", file=sys.stderr)
+        return 2
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        # Read once, when numpy is imported: below. The matrices are small: more threads only wait for each
+        # other.
+        if args.threads is not None:
+            os.environ[variable] = str(args.threads)
+        else:
+            os.environ.setdefault(variable, "1")
     from harness.golden import generate, manifest
 
     names = args.bundle or list(generate.GENERATORS)

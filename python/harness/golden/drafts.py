@@ -73,8 +73,9 @@ def _candidate(name: str, truth: Sequence[int], vocab: int) -> Table:
 
 def accepted_depth(tree: ddtree.Tree, truth: Sequence[int]) -> int:
     """How far a target that emits `truth` walks down the tree."""
-    selected = [truth[d] if d < len(truth) else -1 for d in tree.depth]
-    return len(ddtree.accept(tree.token, tree.parent, np.array(selected), tree.count + 1)[0]) - 1
+    selected = [truth[d] if d < len(truth) else -1 for d in tree.depth]  # -1: walked beyond the truth
+    walk = ddtree.accept(tree.token, tree.parent, np.array(selected), tree.count + 1, tree.count + 1)
+    return len(walk.path) - (0 if walk.failed else 1)
 
 
 def planted(name: str, truth: Sequence[int], vocab: int) -> Table:

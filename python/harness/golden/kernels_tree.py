@@ -105,6 +105,7 @@ def tree_build() -> Case:
         i32([[5, 6, 5, 8], [5, 5, 6, 9]]),
         np.array([[-0.5, -1, -2, -3], [-1, -1, -1.5, -4]], np.float32),
     )
+    everywhere = (np.full((32, 64), 5, dtype=np.int32), np.full((32, 64), -0.5, dtype=np.float32))
     negative = (i32([[5, 6, -1, 8], [3, -1, 4, 9]]), doubled[1])
     greedy = [int(t) for t in small[0][:, 0]]
     chain = ddtree.Path(list(range(100, 164)), [-0.0625] * 64)
@@ -128,6 +129,7 @@ def tree_build() -> Case:
     cases |= build_case("max_depth_3", *wide, max_depth=3)
     cases |= build_case("exhausted", *small)
     cases |= build_case("same_token_twice", *doubled)
+    cases |= build_case("same_token_everywhere", *everywhere)
     cases |= build_case("negative_token", *negative)
     cases |= poisoned("nan_first", NAN, 0, 0)
     cases |= poisoned("nan_in_row", NAN, 0, 3)
@@ -166,13 +168,22 @@ def random_tree(name: str, nodes: int, fan: int = 6) -> ddtree.Tree:
     return ddtree.build_tree(3, *table(name, 32, fan, 60), nodes, 32)
 
 
-def accept_case(name: str, tree: ddtree.Tree, selected: Array, rows: int) -> Case:
+def accept_case(
+    name: str, tree: ddtree.Tree, selected: Array, rows: int, limit: int = 65, stops: Sequence[int] = ()
+) -> Case:
     """Inputs and the expected walk."""
-    path, emitted = ddtree.accept(tree.token, tree.parent, selected, rows)
+    walk = ddtree.accept(tree.token, tree.parent, selected, rows, limit, stops)
     return case(
         name,
-        {"token": tree.token, "parent": tree.parent, "selected": i32(selected), "rows": i32(rows)},
-        {"path": i32(path), "emitted": i32(emitted)},
+        {
+            "token": tree.token,
+            "parent": tree.parent,
+            "selected": i32(selected),
+            "rows": i32(rows),
+            "limit": i32(limit),
+            "stops": i32(stops),
+        },
+        {"path": i32(walk.path), "emitted": i32(walk.emitted), "failed": i32(int(walk.failed))},
     )
 
 
@@ -200,9 +211,29 @@ def accept() -> Case:
     cases |= accept_case("last_node_beyond_rows", tree, agreeing(tree, 64), 64)
     branching = max(range(65), key=lambda i: drafts.branches_on(tree, ddtree.ancestors(tree.parent, i)))
     cases |= accept_case("children_that_are_not_first", tree, agreeing(tree, branching), whole)
+    way = ddtree.ancestors(tree.parent, deepest)
+    walk = [int(t) for t in tree.token[way[1:]]]
+    cases |= accept_case("limit_1", tree, agreeing(tree, deepest), whole, 1)
+    cases |= accept_case("limit_in_the_path", tree, agreeing(tree, deepest), whole, len(way) - 2)
+    cases |= accept_case("limit_at_the_bonus", tree, agreeing(tree, deepest), whole, len(way))
+    cases |= accept_case("limit_before_the_bonus", tree, agreeing(tree, deepest), whole, len(way) - 1)
+    cases |= accept_case("stop_first", tree, agreeing(tree, deepest), whole, stops=[walk[0]])
+    cases |= accept_case("stop_in_the_path", tree, agreeing(tree, deepest), whole, stops=[999999, walk[2]])
+    cases |= accept_case("stop_is_the_bonus", tree, agreeing(tree, deepest), whole, stops=[5000])
+    cases |= accept_case(
+        "stop_off_the_path", tree, agreeing(tree, deepest), whole, stops=[int(tree.token[64])]
+    )
+    for at, name in ((0, "root"), (1, "second_row"), (len(way) - 1, "last_row")):
+        nothing = agreeing(tree, deepest)
+        nothing[way[at]] = -1
+        cases |= accept_case(f"no_token_{name}", tree, nothing, whole)
     nothing = agreeing(tree, deepest)
-    nothing[ddtree.ancestors(tree.parent, deepest)[1]] = -1
-    cases |= accept_case("no_token_on_the_way", tree, nothing, whole)
+    nothing[way[2]] = -1
+    cases |= accept_case("no_token_behind_a_stop", tree, nothing, whole, stops=[walk[1]])
+    cases |= accept_case("no_token_behind_the_limit", tree, nothing, whole, 2)
+    aside = np.full(65, -1, dtype=np.int32)
+    aside[way] = agreeing(tree, deepest)[way]
+    cases |= accept_case("no_token_off_the_path", tree, aside, whole)
     elsewhere = np.full(65, tree.token[1], dtype=np.int32)
     cases |= accept_case("same_token_everywhere", tree, elsewhere, whole)
     for i in range(16):
@@ -210,8 +241,10 @@ def accept() -> Case:
         choices = [
             int(t.token[j]) for j in hashing.integers(f"accept/{i}/selected", (t.count + 1,), 0, t.count + 1)
         ]
-        walk = agreeing(t, hashing.integer(f"accept/{i}/end", 0, t.count + 1))
-        cases |= accept_case(f"random_{i:02}", t, np.where(walk == 5000, i32(choices), walk), t.count + 1)
+        to_end = agreeing(t, hashing.integer(f"accept/{i}/end", 0, t.count + 1))
+        limit = hashing.integer(f"accept/{i}/limit", 1, 12)
+        mixed = np.where(to_end == 5000, i32(choices), to_end)
+        cases |= accept_case(f"random_{i:02}", t, mixed, t.count + 1, limit if i % 2 else 65)
     return cases
 
 

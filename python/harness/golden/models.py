@@ -257,7 +257,7 @@ def _check(name: str, run: Run, tree_run: round.Tree) -> None:
             f"{name}: {tree_run.target_forwards} target forwards, expected at most {MOST_FORWARDS}"
         )
     for r in tree_run.rounds:
-        if drafts.branches_on(r.tree, r.path) == 0:
+        if drafts.branches_on(r.tree, r.accepted.path) == 0:
             raise ValueError(f"{name}: the path accepted at position {r.position} has first children only")
 
 
@@ -281,8 +281,8 @@ def _round_tensors(run: round.Tree) -> dict[str, Array]:
         "tree.parent": padded([r.tree.parent for r in run.rounds]),
         "tree.depth": padded([r.tree.depth for r in run.rounds]),
         "tree.weight": weight,
-        "accept.path": padded([r.path for r in run.rounds]),
-        "accept.length": np.array([len(r.path) for r in run.rounds], dtype=np.int32),
-        "accept.emitted": np.array([r.emitted for r in run.rounds], dtype=np.int32),
+        "accept.length": np.array([len(r.accepted.path) for r in run.rounds], dtype=np.int32),
+        "accept.path": padded([r.accepted.path for r in run.rounds]),
+        "accept.tokens": padded([r.accepted.emitted for r in run.rounds]),
         "ddtree.target_forwards": np.array(run.target_forwards, dtype=np.int32),
     }

@@ -52,26 +52,26 @@ class Path:
     logp: Sequence[float]
 
 
-def usable_ranks(token: npt.NDArray[Any], logp: npt.NDArray[Any]) -> int:
+def usable_ranks(token: npt.NDArray[Any], logp: npt.NDArray[Any], vocab: int = 2**31 - 1) -> int:
     """How many leading entries of a table row count: up to the first that is no log-probability in order.
 
     token: integers [K]; logp: float [K]. An entry ends the row where it is NaN, infinite, positive, greater
-    than the entry before it, or where its token is negative.
+    than the entry before it, or where its token is outside the vocabulary.
     """
     for rank in range(len(logp)):
         x = float(logp[rank])
-        if not (-np.inf < x <= 0.0) or token[rank] < 0:
+        if not (-np.inf < x <= 0.0) or not 0 <= token[rank] < vocab:
             return rank
         if rank > 0 and x > float(logp[rank - 1]):
             return rank
     return len(logp)
 
 
-def usable_steps(path: Path) -> int:
+def usable_steps(path: Path, vocab: int = 2**31 - 1) -> int:
     """How many leading steps of a path count: up to the first NaN, infinity, positive value or negative
     token."""
     for step, (token, x) in enumerate(zip(path.token, path.logp, strict=True)):
-        if not (-np.inf < float(x) <= 0.0) or token < 0:
+        if not (-np.inf < float(x) <= 0.0) or not 0 <= token < vocab:
             return step
     return len(path.token)
 
@@ -83,6 +83,7 @@ def build_tree(
     budget: int,
     max_depth: int,
     paths: Sequence[Path] = (),
+    vocab: int = 2**31 - 1,
 ) -> Tree:
     """The `budget` heaviest prefixes of a table and any number of paths, heaviest first.
 
@@ -93,8 +94,13 @@ def build_tree(
     the root) is the same node. `source` names everyone who proposes the node, whatever the budget.
     """
     depths = min(len(table_token), max_depth)
-    ranks = [usable_ranks(table_token[d], table_logp[d]) for d in range(depths)]
-    steps = [min(usable_steps(path), max_depth) for path in paths]
+    usable = [usable_ranks(table_token[d], table_logp[d], vocab) for d in range(depths)]
+    # Ranks of each row without repetitions of a token: the same node, never heavier, as is all behind it.
+    first = [
+        [r for r in range(usable[d]) if table_token[d][r] not in table_token[d][:r]] for d in range(depths)
+    ]
+    ranks = [len(first[d]) for d in range(depths)]
+    steps = [min(usable_steps(path, vocab), max_depth) for path in paths]
     logp = np.asarray(table_logp, dtype=np.float32).astype(np.float64)
     path_logp = [np.asarray(path.logp, dtype=np.float32).astype(np.float64) for path in paths]
 
@@ -104,7 +110,7 @@ def build_tree(
     def table_candidate(rank_path: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
         weight = 0.0
         for d, r in enumerate(rank_path):
-            weight += float(logp[d, r])
+            weight += float(logp[d, first[d][r]])
         return (-weight, 0, rank_path)
 
     def path_candidate(index: int, length: int) -> tuple[float, int, tuple[int, ...]]:
@@ -116,7 +122,7 @@ def build_tree(
     def prefix_of(candidate: tuple[float, int, tuple[int, ...]]) -> tuple[int, ...]:
         _, kind, key = candidate
         if kind == 0:
-            return tuple(int(table_token[d][r]) for d, r in enumerate(key))
+            return tuple(int(table_token[d][first[d][r]]) for d, r in enumerate(key))
         return tuple(int(t) for t in paths[kind - 1].token[: key[0]])
 
     heap = [table_candidate((0,))] if depths > 0 and ranks[0] > 0 else []
@@ -140,7 +146,7 @@ def build_tree(
         elif key[0] < steps[kind - 1]:
             heapq.heappush(heap, path_candidate(kind - 1, key[0] + 1))
 
-    in_table = [{int(table_token[d][r]) for r in range(ranks[d])} for d in range(depths)]
+    in_table = [{int(table_token[d][r]) for r in first[d]} for d in range(depths)]
     in_paths = {
         tuple(int(t) for t in paths[i].token[:n]) for i in range(len(paths)) for n in range(1, steps[i] + 1)
     }
@@ -189,17 +195,38 @@ def visibility(parent: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
     return words
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """path: rows to commit, the root first; emitted: the target's token after each of them; failed: the walk
+    came to a row after which no token could be chosen."""
+
+    path: list[int]
+    emitted: list[int]
+    failed: bool
+
+
 def accept(
-    token: npt.NDArray[Any], parent: npt.NDArray[Any], selected: npt.NDArray[Any], rows: int
-) -> tuple[list[int], list[int]]:
+    token: npt.NDArray[Any],
+    parent: npt.NDArray[Any],
+    selected: npt.NDArray[Any],
+    rows: int,
+    limit: int,
+    stops: Sequence[int] = (),
+) -> Accepted:
     """Walk from the root while the target's token is a child among the first `rows` nodes.
 
-    token, parent: integers [N]; selected: integers [N], the target's token after each node. Returns the rows
-    on the path (the root first) and the emitted tokens: the target's choice at each of them, the last one a
-    bonus.
+    token, parent: integers [N]; selected: integers [N], the target's token after each node, -1 where there is
+    none. The walk ends where plain decoding would: behind a token of `stops` and after `limit` tokens.
     """
     children = {(int(parent[i]), int(token[i])): i for i in range(rows - 1, 0, -1)}
-    path = [0]
-    while (path[-1], int(selected[path[-1]])) in children:
-        path.append(children[path[-1], int(selected[path[-1]])])
-    return path, [int(selected[i]) for i in path]
+    path: list[int] = []
+    emitted: list[int] = []
+    node: int | None = 0
+    while node is not None and len(path) < limit and not (emitted and emitted[-1] in stops):
+        wanted = int(selected[node])
+        if wanted < 0:
+            return Accepted(path, emitted, True)
+        path.append(node)
+        emitted.append(wanted)
+        node = children.get((node, wanted))
+    return Accepted(path, emitted, False)

@@ -32,13 +32,11 @@ class Plain:
 
 @dataclass(frozen=True)
 class Round:
-    """One verify: the tree, its root's position, the walk (rows, root first) and how many tokens were emitted
-    before the run's end cut the walk off."""
+    """One verify: the tree, its root's position, and the walk, cut where the run ends."""
 
     tree: ddtree.Tree
     position: int
-    path: list[int]
-    emitted: int
+    accepted: ddtree.Accepted
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,11 @@ def decode_ddtree(model: Model, prompt: Sequence[int], count: int, draft: Draft)
             [np.ones((tree.count + 1, start), dtype=np.bool_), ddtree.visible(tree.parent)], axis=1
         )
         out = model.forward(tree.token, start + tree.depth, seen, cache)
-        path, emitted = ddtree.accept(tree.token, tree.parent, out.logits.argmax(axis=-1), tree.count + 1)
-        kept = min(len(emitted), count - len(tokens))
-        cache = extend(cache, out.cache, path[:kept])
-        tokens += emitted[:kept]
-        logits += [out.logits[i] for i in path[:kept]]
-        rounds.append(Round(tree, start, path, kept))
+        walk = ddtree.accept(
+            tree.token, tree.parent, out.logits.argmax(axis=-1), tree.count + 1, count - len(tokens)
+        )
+        cache = extend(cache, out.cache, walk.path)
+        tokens += walk.emitted
+        logits += [out.logits[i] for i in walk.path]
+        rounds.append(Round(tree, start, walk))
     return Tree(tokens, np.array(logits), rounds)
