@@ -62,6 +62,12 @@ class Leg:
     bits: str | None = None
     device: str | None = None
 
+    def record(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: null then."""
+        difference = self.max_abs_logit_diff
+        known = difference is not None and bool(np.isfinite(difference))
+        return asdict(self) | {"max_abs_logit_diff": difference if known else None}
+
     def line(self) -> str:
         """For people; columns separated by two blanks."""
         head = [self.status, self.bundle, self.backend, self.decoder]
@@ -189,7 +195,7 @@ def unavailable(backend: str) -> str | None:
     """Why a backend is not in this build, None where it is."""
     info = _native.build_info()
     if backend == "cuda" and not info["cuda"]:
-        return f"this build has no CUDA: {info['cuda_reason']}"
+        return "built without CUDA: " + str(info["cuda_reason"]).removeprefix("no ").strip("()")
     return None
 
 
@@ -241,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
             "passed": count["PASS"],
             "failed": count["FAIL"],
             "not_run": count["NOT RUN"],
-            "legs": [asdict(leg) for leg in legs],
+            "legs": [leg.record() for leg in legs],
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if count["FAIL"]:

@@ -121,6 +121,18 @@ def test_unknown_names(arguments, capsys):
     assert arguments[1] in capsys.readouterr().err
 
 
+def test_matrix_on_the_cpu(capsys, tmp_path):
+    """All four bundles, both decoders, on this machine's CPU."""
+    file = tmp_path / "report.json"
+    code = matrix.main(["--backend", "cpu", "--json", str(file)])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert out.count("PASS  model_") == 8
+    legs = json.loads(file.read_text(encoding="utf-8"))["legs"]
+    assert all(leg["tokens_equal"] == 24 for leg in legs)
+    assert all(leg["target_forwards"] <= 3 for leg in legs if leg["decoder"] == "ddtree")
+
+
 def test_a_broken_file_fails_its_legs(capsys, tmp_path):
     """A bundle that cannot be read is a failure, not a leg that was not run."""
     (tmp_path / "model_int4_tiny.kdtr").write_bytes(b"not a bundle")

@@ -19,6 +19,7 @@ from harness.reference.model import softmax
 Array = npt.NDArray[Any]
 Case = dict[str, Array]
 NAN, INF = float("nan"), float("inf")
+DEEPEST = 64  # depth of the deepest node: kMaxDepth
 
 
 def i32(x: Any) -> Array:
@@ -54,11 +55,10 @@ def build_case(
     max_depth: int = 64,
     paths: Sequence[ddtree.Path] = (),
 ) -> Case:
-    """Inputs and the expected tree. Paths are padded to the longest with token -1 and NaN."""
+    """Inputs and the expected tree. Paths are padded to DEEPEST with token -1 and NaN."""
     root = 7
-    stride = max([len(p.token) for p in paths], default=0)
-    path_token = np.full((len(paths), stride), -1, dtype=np.int32)
-    path_logp = np.full((len(paths), stride), NAN, dtype=np.float32)
+    path_token = np.full((len(paths), DEEPEST), -1, dtype=np.int32)
+    path_logp = np.full((len(paths), DEEPEST), NAN, dtype=np.float32)
     for i, p in enumerate(paths):
         path_token[i, : len(p.token)] = p.token
         path_logp[i, : len(p.token)] = p.logp
