@@ -215,8 +215,8 @@ _BYTE_OF = _byte_table()
 class StopText:
     """Finds the first of several stop texts in a stream of pieces, wherever the borders between pieces fall.
 
-    Text that may turn out to be the beginning of a stop text is held back; the stop text itself never comes
-    out.
+    First is the one that is complete first; of two that end together, the longer. Text that may turn out to
+    be the beginning of a stop text is held back; the stop text itself never comes out.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -226,10 +226,10 @@ class StopText:
     def push(self, piece: str) -> tuple[str, bool]:
         """The text that is certain now, and whether a stop text was found: then that text ends before it."""
         text = self._held + piece
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

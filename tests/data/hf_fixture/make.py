@@ -3,11 +3,12 @@ transformers computes for text.txt. Run by hand, with torch and transformers (5.
 
     PYTHONPATH=python python tests/data/hf_fixture/make.py
 
-The tests read the folder and need neither. The model is random but not meek: every part of the architecture that an
-engine can get wrong moves its logits by far more than the tests tolerate. Latents are small, so that the eps of
-their norms counts; mscale and mscale_all_dim differ, so that the two YaRN corrections cannot be mistaken for each
-other; the text is longer than the original context; the router's bias is as large as the gaps between its scores.
-Weights are bf16 except the router (which transformers keeps in f32), in two shards.
+The tests read the folder and need neither. The model is random but not meek: every part of the architecture
+that an engine can get wrong moves its logits by far more than the tests tolerate. Latents are small, so
+that the eps of their norms counts; mscale and mscale_all_dim differ, so that the two YaRN corrections
+cannot be mistaken for each other; the text is longer than the original context; the router's bias is as
+large as the gaps between its scores. Weights are bf16 except the router (which transformers keeps in f32),
+in two shards.
 """
 
 from __future__ import annotations
