@@ -303,7 +303,7 @@ class Bundle(_Closing):
 
     def __init__(self, path: Path, latent_norm_eps: float | None = None) -> None:
         self.path = path
-        self.arrays = _read_bundle(path)
+        self.arrays: dict[str, npt.NDArray[Any]] = kdtr.read(path)
         fields = {
             name.removeprefix(_CONFIG): self._scalar(name) for name in self.arrays if name.startswith(_CONFIG)
         }
@@ -379,13 +379,6 @@ class Bundle(_Closing):
             kind = _dtype_name(array.dtype)
             fail("bad_model", f"{self.path}: {name} has dtype {kind}; expected f32, bf16, f16 or INT4 words")
         return array
-
-
-def _read_bundle(path: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        return kdtr.read(path)
-    except kdtr.KdtrError as error:
-        fail(error.code, str(error), error)
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
