@@ -312,7 +312,7 @@ def test_append_and_rewind(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["auto", "ngram", "planted", "none", None, NgramDrafter(max_ngram=2)])
+@pytest.mark.parametrize("drafter", ["auto", "ngram", "planted", "none", None, NgramDrafter])
 @pytest.mark.parametrize("budget", ["auto", 0, 7, 64])
 def test_no_drafter_and_no_budget_changes_a_token(engine: Engine, drafter: Any, budget: Any) -> None:
     session = engine.session()
