@@ -165,6 +165,8 @@ class Session:
             begin = {**asdict(sampling), "stop_tokens": stop_tokens}
             drafts = self._planted(max_tokens, begin) if drafter == "planted" else drafter
             drafts = self.engine.drafter(drafts) if isinstance(drafts, str) else drafts
+            if drafts is not None and not isinstance(drafts, _native.Drafter):
+                fail("invalid_argument", f"drafter is {drafts!r}; expected a name, a drafter or None")
             self.native.begin(max_tokens, drafter=drafts, budget=nodes, keep_logits=logprobs > 0, **begin)
         except BaseException:
             self.native.rewind(before)
