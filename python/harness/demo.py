@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from harness.golden.__main__ import main as golden
 
-    if code := golden(["--bundle", args.bundle, "--out", str(args.out)]):
+    if code := golden(["--bundle", args.bundle, "--out", str(args.out), "--threads", "1"]):
         return code
 
     from kdtree_engine import Engine

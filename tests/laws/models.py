@@ -57,7 +57,9 @@ SPECS = {
         "f32", 3, q_lora_rank=0, n_group=4, topk_group=2, rope_interleave=0, num_attention_heads=3, **PLAIN_ROPE
     ),
     "v2_softmax_bf16": spec("bf16", 4, scoring=1, norm_topk_prob=0, n_shared_experts=2, routed_scaling_factor=1.0),
-    "mixed_ragged": spec("mixed", 5, kv_lora_rank=37, v_head_dim=11, qk_nope_head_dim=13, vocab_size=301, q_lora_rank=27),
+    "mixed_ragged": spec(
+        "mixed", 5, kv_lora_rank=37, v_head_dim=11, qk_nope_head_dim=13, vocab_size=301, q_lora_rank=27
+    ),
 }
 
 

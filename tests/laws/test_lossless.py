@@ -1,7 +1,7 @@
 """Law 2: tree decoding emits the tokens, logits bits and latent bytes of plain decoding.
 
-Drafts are planted from the plain run, so that long paths through children that are not the first are accepted; each test
-asserts that this happened, else it would prove nothing.
+Drafts are planted from the plain run, so that long paths through children that are not the first are accepted; each
+test asserts that this happened, else it would prove nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def test_max_tokens_inside_an_accepted_path(engine: _native.Engine) -> None:
     cut = 0
     for limit in range(1, 24):
         plain = generate(start(engine), limit)
-        run = generate(start(engine), limit, budget=64, drafter=planted(engine, session.tokens, 5, break_probability=0.0))
+        drafter = planted(engine, session.tokens, 5, break_probability=0.0)
+        run = generate(start(engine), limit, budget=64, drafter=drafter)
         assert run.finished == "length"
         assert_same(run, plain)
         cut += run.stats["rounds"] < limit - 1

@@ -136,7 +136,8 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
     builder = _native.EngineBuilder(config())
     weight = np.zeros((256, 64), np.float32)
     refused(lambda: builder.add("model.embed.weight", weight), "bad_model", "model.embed.weight")
-    refused(lambda: builder.add("lm_head.weight", weight[:, :63].copy()), "bad_model", "lm_head.weight", "[256, 63]", "[256, 64]")
+    narrow = weight[:, :63].copy()
+    refused(lambda: builder.add("lm_head.weight", narrow), "bad_model", "lm_head.weight", "[256, 63]", "[256, 64]")
     refused(lambda: builder.add("lm_head.weight", weight.astype(np.int32)), "bad_model", "lm_head.weight", "i32")
     builder.add("lm_head.weight", weight)
     refused(lambda: builder.add("lm_head.weight", weight), "bad_model", "twice")
@@ -152,7 +153,8 @@ def test_weights_that_are_not_finite_are_named(bad: float) -> None:
     weight[39, 63] = bad
     refused(lambda: builder.add("model.layers.0.self_attn.q_a_proj.weight", weight), "not_finite", "q_a_proj")
     words, scales = np.zeros((32, 8), np.int32), np.full((32, 2), bad, np.float32)
-    refused(lambda: builder.add_w4a16("model.layers.1.mlp.experts.0.up_proj", words, scales), "not_finite", "experts.0.up_proj")
+    module = "model.layers.1.mlp.experts.0.up_proj"
+    refused(lambda: builder.add_w4a16(module, words, scales), "not_finite", "experts.0.up_proj")
 
 
 @pytest.mark.parametrize(
