@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace kdt {
 
@@ -43,6 +44,13 @@ inline const char* dtype_name(DType dtype) {
             return "u8";
     }
     return "?";
+}
+
+inline float widen_bf16(uint16_t bits) {
+    const uint32_t word = static_cast<uint32_t>(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
 }
 
 }  // namespace kdt

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "backend/backend.h"
+#include "engine/budget.h"
 #include "model/config.h"
 #include "model/weights.h"
 
@@ -28,6 +29,9 @@ class Engine {
     // Ops are ordered on the backend's one stream, so executors of one engine take turns; one thread at a
     // time may use them.
     Backend& backend() const { return *backend_; }
+    // What a verify costs on this device: measured once, refined while running. The one thing here that
+    // changes; it decides how many nodes are verified and never reaches the output.
+    CostTable& costs() const { return costs_; }
 
   private:
     friend class EngineBuilder;
@@ -37,6 +41,7 @@ class Engine {
     std::unique_ptr<Backend> backend_;
     const ModelConfig config_;
     ModelWeights weights_;
+    mutable CostTable costs_;
 };
 
 // Streams a checkpoint into an engine, one tensor at a time.

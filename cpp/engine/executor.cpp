@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "core/error.h"
@@ -507,7 +508,7 @@ void Executor::measure_costs(int sequence) {
         return watch.lap();
     };
     seconds(0);  // touches what the first call touches
-    costs_.measure(seconds, kLimitSeconds);
+    engine_->costs().measure(seconds, kLimitSeconds);
 }
 
 // ------------------------------------------------------------------------------------------------------------
@@ -519,17 +520,24 @@ std::vector<float> Executor::logits(int row) const {
 }
 
 std::vector<float> Executor::cache(int sequence, int layer, int positions) const {
-    if (backend_.cache_dtype() != DType::f32)
-        fail(ErrorCode::unsupported, "the latent cache is %s; only f32 can be read back",
-             dtype_name(backend_.cache_dtype()));
     const size_t width = engine_->config().cache_width();
-    std::vector<float> out(positions * width);
+    const size_t element = dtype_size(backend_.cache_dtype());
+    std::vector<char> raw(positions * width * element);
     for (int p = 0; p < positions; p += kPageSize) {
-        const int n = std::min(kPageSize, positions - p);
         const size_t page = sequence_pages_[sequence][p / kPageSize];
-        backend_.download(out.data() + p * width,
-                          static_cast<const float*>(caches_[layer].pages) + page * kPageSize * width,
-                          n * width * sizeof(float));
+        backend_.download(raw.data() + p * width * element,
+                          static_cast<const char*>(caches_[layer].pages) + page * kPageSize * width * element,
+                          std::min(kPageSize, positions - p) * width * element);
+    }
+    std::vector<float> out(positions * width);
+    if (backend_.cache_dtype() == DType::f32) {
+        std::memcpy(out.data(), raw.data(), raw.size());
+        return out;
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, raw.data() + i * sizeof bits, sizeof bits);
+        out[i] = widen_bf16(bits);
     }
     return out;
 }

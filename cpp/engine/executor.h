@@ -85,9 +85,7 @@ class Executor {
     // of `rows` rows.
     int32_t select_last(const SampleParams& sample, int rows);
 
-    // What a verify costs, measured once on distinct rows of scratch, touching no session (law 2: none of it
-    // reaches the output).
-    CostTable& costs() { return costs_; }
+    // Fills the engine's cost table from forwards over distinct rows of scratch, touching no session.
     void measure_costs(int sequence);
 
     std::vector<float> logits(int row) const;                                // [vocab] of the last forward
@@ -137,7 +135,6 @@ class Executor {
     std::array<std::unique_ptr<Graph>, CostTable::kSizes.size()> round_graphs_;
     const std::atomic<bool>* cancel_ = nullptr;  // of the running request
     bool was_cancelled_ = false;
-    CostTable costs_;
     Walk::Seconds stage_seconds_;
     Tree host_tree_;
 };

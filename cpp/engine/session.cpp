@@ -157,7 +157,7 @@ StepResult Session::round() {
     const int max_depth = std::max(0, context - 2 - start);
     executor_->reserve(sequence_, std::min(context, start + kMaxTreeRows));
     const bool drafting = max_depth > 0 && budget_.draft_now();
-    if (drafting && budget_.automatic() && !executor_->costs().measured())
+    if (drafting && budget_.automatic() && !executor_->engine().costs().measured())
         executor_->measure_costs(sequence_);
 
     Proposal proposal;
@@ -166,7 +166,7 @@ StepResult Session::round() {
     const double draft_seconds = watch.lap();
 
     const Tree& tree = executor_->build(tokens_.back(), proposal, budget_.max_nodes(), max_depth);
-    const int nodes = budget_.choose(tree.weight, executor_->costs());
+    const int nodes = budget_.choose(tree.weight, executor_->engine().costs());
     const double build_seconds = watch.lap();
 
     Executor::VerifyRequest request;
@@ -205,7 +205,7 @@ StepResult Session::round() {
     stats_.seconds.accept += walk.seconds.accept;
     stats_.seconds.commit += walk.seconds.commit;
     if (budget_.automatic()) {
-        executor_->costs().observe(nodes, walk.seconds.verify);
+        executor_->engine().costs().observe(nodes, walk.seconds.verify);
         budget_.observe(nodes, kept, draft_seconds + build_seconds, target_seconds, drafting);
     }
     return result;

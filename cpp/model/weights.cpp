@@ -1,19 +1,10 @@
 #include "model/weights.h"
 
-#include <cstring>
-
 #include "core/error.h"
 
 namespace kdt {
 
 namespace {
-
-float widen_bf16(uint16_t bits) {
-    const uint32_t word = static_cast<uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &word, sizeof value);
-    return value;
-}
 
 void check_shape(const std::string& name, const std::vector<int64_t>& got,
                  const std::vector<int64_t>& wanted) {
