@@ -430,6 +430,8 @@ std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);
 
 struct CudaOptions {
     int device = 0;
+    // "bf16" (production) or "f32" (golden): GEMM operands and latent cache.
+    std::string precision = "bf16";
 };
 
 // Throws `unsupported` in a build without CUDA, or where no driver or device is to be found.

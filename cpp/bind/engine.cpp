@@ -113,10 +113,10 @@ void bind_builder(nb::module_& m) {
         .def(
             "__init__",
             [](EngineBuilder* self, const std::map<std::string, double>& config, const std::string& device,
-               int threads, const std::string& isa) {
-                new (self) EngineBuilder(config, DeviceOptions{device, threads, isa});
+               int threads, const std::string& isa, const std::string& precision) {
+                new (self) EngineBuilder(config, DeviceOptions{device, threads, isa, precision});
             },
-            "config"_a, "device"_a = "cpu", "threads"_a = 0, "isa"_a = "")
+            "config"_a, "device"_a = "cpu", "threads"_a = 0, "isa"_a = "", "precision"_a = "")
         .def(
             "expected",
             [](EngineBuilder& b) {

@@ -5,13 +5,19 @@
 namespace kdt {
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
+    const std::string& precision = options.precision;
+    if (!precision.empty() && precision != "f32" && precision != "bf16")
+        fail(ErrorCode::invalid_argument, "precision is '%s'; expected f32 or bf16", precision.c_str());
     if (options.device == "cpu") {
+        if (precision == "bf16")
+            fail(ErrorCode::unsupported, "precision is bf16; the CPU backend computes in f32");
         CpuOptions cpu;
         cpu.threads = options.threads;
         cpu.isa = options.isa;
         return make_cpu_backend(cpu);
     }
     CudaOptions cuda;
+    if (!precision.empty()) cuda.precision = precision;
     if (options.device.rfind("cuda:", 0) == 0) {
         const std::string number = options.device.substr(5);
         if (number.empty() || number.size() > 3 ||

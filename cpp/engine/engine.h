@@ -16,8 +16,10 @@ namespace kdt {
 // "cpu", "cuda" or "cuda:N".
 struct DeviceOptions {
     std::string device = "cpu";
-    int threads = 0;  // CPU: 0 for one per usable core
-    std::string isa;  // CPU: "" for the best
+    int threads = 0;        // CPU: 0 for one per usable core
+    std::string isa;        // CPU: "" for the best
+    std::string precision;  // of GEMM operands and cache: "" for the device's default; "f32" everywhere,
+                            // "bf16" on CUDA
 };
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options);
