@@ -48,7 +48,7 @@ KDT_INLINE void score_tile(const float* const* q, const float* const* key, int w
 
 template <int Q>
 KDT_NOINLINE void scores_of(const AttendJob& job, int i, float* s) {
-    constexpr int K = kTileRows >= 8 ? 4 : 2;
+    constexpr int K = kTileCells >= 16 ? 4 : 2;
     const int width = job.latent + job.rope;
     int j = 0;
     for (; j + K <= job.count; j += K) score_tile<Q, K>(job.q + i, job.key + j, width, job.scale, s + j);
@@ -91,7 +91,7 @@ KDT_INLINE void value_tile(const AttendJob& job, int i, int c, int n, const floa
 
 template <int Q>
 KDT_NOINLINE void values_of(const AttendJob& job, int i, const float* p, const float* a) {
-    constexpr int C = kTileRows >= 8 ? 4 : 2;
+    constexpr int C = kTileCells >= 16 ? 4 : 2;
     int c = 0;
     for (; c + C * kLanes <= job.latent; c += C * kLanes) value_tile<Q, C>(job, i, c, kLanes, p, a);
     for (; c < job.latent; c += kLanes)
@@ -99,7 +99,7 @@ KDT_NOINLINE void values_of(const AttendJob& job, int i, const float* p, const f
 }
 
 void attend(const AttendJob& job) {
-    constexpr int Q = kTileRows >= 8 ? 4 : 2;
+    constexpr int Q = kTileCells >= 16 ? 4 : 2;
     float s[kMaxQueries * kChunkSize];  // scores, then probabilities
     float a[kMaxQueries];
     int i = 0;

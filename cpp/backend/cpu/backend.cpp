@@ -39,7 +39,6 @@ CpuBackend::CpuBackend(const CpuOptions& options)
     : k_(choose_kernels(options.isa)), pool_(choose_threads(options.threads)) {
     local_.resize(static_cast<size_t>(pool_.size()));
     for (Local& local : local_) {
-        local.dots = Array<float>(kDotScratch, "scratch of a thread");
         local.out = Array<float>(size_t{2} * kMaxDotRows * kTileColumns, "scratch of a thread");
     }
 }

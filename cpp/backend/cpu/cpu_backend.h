@@ -87,7 +87,6 @@ class CpuBackend final : public Backend {
 
     // Scratch of one thread.
     struct Local {
-        Array<float> dots;         // accumulators and unpacked weights of a DotJob
         Array<float> out;          // [kMaxDotRows, kTileColumns], twice
         Array<float> values;       // [vocab]: logits over temperature
         Array<float> probability;  // [vocab]
@@ -102,7 +101,7 @@ class CpuBackend final : public Backend {
     template <class F>
     void split_outputs(const PackedMatrix& w, int rows, const F& f);
     template <class F>
-    void dot_pieces(const Dot& dot, int begin, int end, float* out, Local& local, const F& f);
+    void dot_pieces(const Dot& dot, int begin, int end, float* out, const F& f);
     void gated_pieces(const float* const* x, float* const* y, int rows, const PackedMatrix& gate,
                       const PackedMatrix& up, int begin, int end, Local& local);
 

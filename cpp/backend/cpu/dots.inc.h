@@ -27,15 +27,6 @@ struct Bf16Format {
     }
 };
 
-KDT_INLINE float widen_bf16(const uint8_t* p) {
-    uint16_t half;
-    __builtin_memcpy(&half, p, 2);
-    const uint32_t bits = static_cast<uint32_t>(half) << 16;
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    return value;
-}
-
 template <bool kBf16Scales>
 struct W4Format {
     static constexpr int kSteps = 8;
@@ -49,29 +40,33 @@ struct W4Format {
     }
     template <int J>
     KDT_INLINE F16 weight() {
-        if constexpr (J % 2 == 0) {  // a scale serves 32 inputs
-            float scale;
-            if constexpr (kBf16Scales)
-                scale = widen_bf16(scales + J);
-            else
-                __builtin_memcpy(&scale, scales + 2 * J, 4);
-            table = nibble_table(scale);
-        }
+        if constexpr (J % 2 == 0) table = nibble_table(scale<J / 2>());  // a scale serves 32 inputs
         return unpack_nibble<J>(words, table);
+    }
+    template <int G>
+    KDT_INLINE F16 scale() {  // of group G
+        uint32_t bits;
+        if constexpr (!kBf16Scales) {
+            __builtin_memcpy(&bits, scales + 4 * G, 4);
+            return from_bits(iset1(bits));
+        }
+        __builtin_memcpy(&bits, scales + 4 * (G / 2), 4);  // two of them, the even one in the low half
+        if constexpr (G % 2 == 0) return from_bits(shl<16>(iset1(bits)));
+        return from_bits(iand(iset1(bits), iset1(0xFFFF0000u)));
     }
 };
 
+// How far ahead of its use memory is asked for, in bytes of weights. The processor's own prefetching stops at
+// every 4 KiB page, and one row's arithmetic is too short to hide what is behind it.
+constexpr ptrdiff_t kPrefetch = 8192;
+
 struct TileArgs {
     const float* const* x;  // rows of the tile
-    ptrdiff_t begin;        // first input, a multiple of the unit
     int depth;              // inputs
-    const uint8_t* data;    // of the block, at `begin`
+    const uint8_t* data;    // of the block
     const uint8_t* scales;
-    float* acc;  // [row, output, lane] of the block, rows acc_stride apart
-    ptrdiff_t acc_stride;
-    bool first, last;  // part of the inputs: start at zero; reduce to `out`
     float* out;
-    ptrdiff_t out_stride;
+    ptrdiff_t stride;
 };
 
 template <class F, int R, int O, int J>
@@ -105,66 +100,64 @@ KDT_INLINE void tail_steps(F16 (&acc)[R][O], F (&unit)[O], const float* const (&
     if constexpr (J + 1 < F::kSteps) tail_steps<F, R, O, J + 1>(acc, unit, x, k, left);
 }
 
-template <class F, int R, int O>
-KDT_INLINE void dot_tile(const TileArgs& t, int o0) {
+// Outputs First .. First + O of a block for R rows.
+template <class F, int R, int O, int First>
+KDT_INLINE void dot_tile(const TileArgs& t) {
     const float* x[R];
     F16 acc[R][O];
     KDT_UNROLL
-    for (int r = 0; r < R; ++r) x[r] = t.x[r] + t.begin;
-    KDT_UNROLL
     for (int r = 0; r < R; ++r) {
+        x[r] = t.x[r];
         KDT_UNROLL
-        for (int o = 0; o < O; ++o)
-            acc[r][o] = t.first ? zero() : load(t.acc + r * t.acc_stride + (o0 + o) * kLanes);
+        for (int o = 0; o < O; ++o) acc[r][o] = zero();
     }
     constexpr int kUnit = kLanes * F::kSteps;
-    const uint8_t* data = t.data + o0 * 64;
-    const uint8_t* scales = t.scales + o0 * F::kScaleBytes;
+    const uint8_t* data = t.data;
+    const uint8_t* scales = t.scales;
     ptrdiff_t k = 0;
+    F unit[O];
     for (; k + kUnit <= t.depth; k += kUnit) {
-        F unit[O];
+        if constexpr (First == 0) {
+            KDT_UNROLL
+            for (int o = 0; o < kBlockOutputs; ++o) __builtin_prefetch(data + kPrefetch + o * 64);
+            if constexpr (F::kScaleBytes > 0) __builtin_prefetch(scales + kPrefetch * F::kScaleBytes / 64);
+        }
         KDT_UNROLL
-        for (int o = 0; o < O; ++o) unit[o].read(data + o * 64, scales + o * F::kScaleBytes);
+        for (int o = 0; o < O; ++o)
+            unit[o].read(data + (First + o) * 64, scales + (First + o) * F::kScaleBytes);
         full_steps<F, R, O, 0>(acc, unit, x, k);
         data += kBlockOutputs * 64;
         scales += kBlockOutputs * F::kScaleBytes;
     }
     if (k < t.depth) {
-        F unit[O];
         KDT_UNROLL
-        for (int o = 0; o < O; ++o) unit[o].read(data + o * 64, scales + o * F::kScaleBytes);
+        for (int o = 0; o < O; ++o)
+            unit[o].read(data + (First + o) * 64, scales + (First + o) * F::kScaleBytes);
         tail_steps<F, R, O, 0>(acc, unit, x, k, static_cast<int>(t.depth - k));
     }
-    if (!t.last) {
-        KDT_UNROLL
-        for (int r = 0; r < R; ++r) {
+    KDT_UNROLL
+    for (int r = 0; r < R; ++r) {
+        float* const out = t.out + r * t.stride + First;
+        if constexpr (O == 4) {
+            lane_sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], out);
+        } else {
             KDT_UNROLL
-            for (int o = 0; o < O; ++o) store(t.acc + r * t.acc_stride + (o0 + o) * kLanes, acc[r][o]);
-        }
-    } else if constexpr (O == 4) {
-        KDT_UNROLL
-        for (int r = 0; r < R; ++r)
-            lane_sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.out + r * t.out_stride);
-    } else {
-        KDT_UNROLL
-        for (int r = 0; r < R; ++r) {
-            KDT_UNROLL
-            for (int o = 0; o < O; ++o) t.out[r * t.out_stride + o0 + o] = lane_sum(acc[r][o]);
+            for (int o = 0; o < O; ++o) out[o] = lane_sum(acc[r][o]);
         }
     }
 }
 
 template <class F, int R>
 KDT_NOINLINE void dot_block(const TileArgs& t) {
-    if constexpr (R * kBlockOutputs <= kTileRows * kTileOutputs || R == 1) {
-        dot_tile<F, R, 4>(t, 0);
+    if constexpr (R == 1 || R * kBlockOutputs <= kTileCells) {
+        dot_tile<F, R, 4, 0>(t);
     } else {
-        dot_tile<F, R, 2>(t, 0);
-        dot_tile<F, R, 2>(t, 2);
+        dot_tile<F, R, 2, 0>(t);
+        dot_tile<F, R, 2, 2>(t);
     }
 }
 
-template <class F, int R = kTileRows>
+template <class F, int R>
 KDT_INLINE void dot_block_rows(const TileArgs& t, int rows) {
     if constexpr (R == 1) {
         dot_block<F, 1>(t);
@@ -174,79 +167,28 @@ KDT_INLINE void dot_block_rows(const TileArgs& t, int rows) {
     }
 }
 
-// Weights of one block at `depth` inputs as F32Format.
-template <class F, int J>
-KDT_INLINE void unpack_steps(F& unit, float* to, ptrdiff_t steps) {
-    if (J >= steps) return;
-    store(to + J * kBlockOutputs * kLanes, unit.template weight<J>());
-    if constexpr (J + 1 < F::kSteps) unpack_steps<F, J + 1>(unit, to, steps);
-}
-template <class F>
-KDT_NOINLINE void unpack_block(const uint8_t* data, const uint8_t* scales, int depth, float* to) {
-    const ptrdiff_t steps = (depth + kLanes - 1) / kLanes;
-    for (ptrdiff_t s = 0; s < steps; s += F::kSteps) {
-        for (int o = 0; o < kBlockOutputs; ++o) {
-            F unit;
-            unit.read(data + o * 64, scales + o * F::kScaleBytes);
-            unpack_steps<F, 0>(unit, to + (s * kBlockOutputs + o) * kLanes, steps - s);
-        }
-        data += kBlockOutputs * 64;
-        scales += kBlockOutputs * F::kScaleBytes;
-    }
-}
-
 template <class F>
 KDT_NOINLINE void dots_of(const DotJob& job) {
     constexpr int kUnit = kLanes * F::kSteps;
+    constexpr int kRows = F::kSteps == 1 ? kTileRows : kTileRowsPacked;
     const ptrdiff_t units = (job.w.in + kUnit - 1) / kUnit;
-    const ptrdiff_t block_bytes = units * kBlockOutputs * 64;
-    const ptrdiff_t block_scale_bytes = units * kBlockOutputs * F::kScaleBytes;
-    const int tiles = (job.rows + kTileRows - 1) / kTileRows;
-    const bool unpack = F::kSteps > 1 && tiles > 1;
-    // Few rows need few bytes of x per step: they run the whole depth in registers.
-    const int tile_rows = (job.rows + tiles - 1) / tiles;
-    const int chunk = unpack || tile_rows > 2 ? kSlabDepth : job.w.in;
-    float* const acc = job.scratch;
-    float* const slab =
-        job.scratch + static_cast<size_t>(kMaxDotRows) * kGroupBlocks * kBlockOutputs * kLanes;
-    constexpr ptrdiff_t kAccStride = kGroupBlocks * kBlockOutputs * kLanes;
-
+    const int tiles = (job.rows + kRows - 1) / kRows;
+    // A group of blocks goes through all rows before the next one: weights come from memory once, and a
+    // tile's rows once for the group.
     for (int group = job.block_begin; group < job.block_end; group += kGroupBlocks) {
-        const int blocks = job.block_end - group < kGroupBlocks ? job.block_end - group : kGroupBlocks;
-        for (int begin = 0; begin < job.w.in; begin += chunk) {
-            const int depth = job.w.in - begin < chunk ? job.w.in - begin : chunk;
-            const ptrdiff_t unit = begin / kUnit;
-            if (unpack)
-                for (int b = 0; b < blocks; ++b)
-                    unpack_block<F>(job.w.data + (group + b) * block_bytes + unit * kBlockOutputs * 64,
-                                    job.w.scales + (group + b) * block_scale_bytes +
-                                        unit * kBlockOutputs * F::kScaleBytes,
-                                    depth, slab + b * kBlockOutputs * kSlabDepth);
-            for (int tile = 0; tile < tiles; ++tile) {
-                const int row = job.rows * tile / tiles;
-                const int rows = job.rows * (tile + 1) / tiles - row;
-                for (int b = 0; b < blocks; ++b) {
-                    TileArgs t;
-                    t.x = job.x + row;
-                    t.begin = begin;
-                    t.depth = depth;
-                    t.acc = acc + row * kAccStride + b * kBlockOutputs * kLanes;
-                    t.acc_stride = kAccStride;
-                    t.first = begin == 0;
-                    t.last = begin + depth == job.w.in;
-                    t.out = job.out + row * job.stride + (group - job.block_begin + b) * kBlockOutputs;
-                    t.out_stride = job.stride;
-                    if (unpack) {
-                        t.data = reinterpret_cast<const uint8_t*>(slab + b * kBlockOutputs * kSlabDepth);
-                        t.scales = nullptr;
-                        dot_block_rows<F32Format>(t, rows);
-                    } else {
-                        t.data = job.w.data + (group + b) * block_bytes + unit * kBlockOutputs * 64;
-                        t.scales = job.w.scales + (group + b) * block_scale_bytes +
-                                   unit * kBlockOutputs * F::kScaleBytes;
-                        dot_block_rows<F>(t, rows);
-                    }
-                }
+        const int end = group + kGroupBlocks < job.block_end ? group + kGroupBlocks : job.block_end;
+        for (int tile = 0; tile < tiles; ++tile) {
+            const int row = job.rows * tile / tiles;
+            const int rows = job.rows * (tile + 1) / tiles - row;
+            for (int block = group; block < end; ++block) {
+                TileArgs t;
+                t.x = job.x + row;
+                t.depth = job.w.in;
+                t.data = job.w.data + block * units * kBlockOutputs * 64;
+                t.scales = job.w.scales + block * units * kBlockOutputs * F::kScaleBytes;
+                t.out = job.out + row * job.stride + (block - job.block_begin) * kBlockOutputs;
+                t.stride = job.stride;
+                dot_block_rows<F, kRows>(t, rows);
             }
         }
     }

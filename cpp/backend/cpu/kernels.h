@@ -16,7 +16,6 @@ inline constexpr int kBlockOutputs = 4;  // outputs that are stored together
 inline constexpr int kGroupBlocks = 4;   // blocks that share one pass over the rows
 inline constexpr int kMaxDotRows = 128;  // rows of one DotJob
 inline constexpr int kMaxQueries = 16;   // queries of one AttendJob
-inline constexpr int kSlabDepth = 1024;  // inputs that are unpacked at a time
 
 // Stored form of a matrix. Per block of four outputs and unit of inputs, four 64-byte vectors, one an output;
 // lane l of step j holds input unit * (16 * steps) + 16 * j + l. Short blocks and units are filled with
@@ -46,11 +45,7 @@ struct DotJob {
     int block_begin, block_end;
     float* out;
     ptrdiff_t stride;
-    float* scratch;  // kDotScratch floats of the calling thread
 };
-inline constexpr size_t kDotScratch =
-    static_cast<size_t>(kMaxDotRows) * kGroupBlocks * kBlockOutputs * kLanes +  // accumulators
-    static_cast<size_t>(kGroupBlocks) * kBlockOutputs * kSlabDepth;             // unpacked weights
 
 // One softmax step of `n` queries of one row over one chunk of keys, in order.
 struct AttendJob {

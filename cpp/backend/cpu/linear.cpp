@@ -24,17 +24,16 @@ void CpuBackend::linear(const LinearArgs& args) {
         for (int r = 0; r < rows; ++r) x[r] = args.x + static_cast<ptrdiff_t>(first + r) * w.in;
         float* const y = args.y + static_cast<ptrdiff_t>(first) * w.out;
         split_outputs(w, rows, [&](int begin, int end, Local& local) {
-            dot_pieces({x, rows, w}, begin, end, local.out.data(), local,
-                       [&](int at, int count, const float* sums) {
-                           for (int r = 0; r < rows; ++r) {
-                               float* to = y + static_cast<ptrdiff_t>(r) * w.out + at;
-                               const float* from = sums + r * kTileColumns;
-                               if (args.accumulate)
-                                   k_.add(from, count, to);
-                               else
-                                   std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
-                           }
-                       });
+            dot_pieces({x, rows, w}, begin, end, local.out.data(), [&](int at, int count, const float* sums) {
+                for (int r = 0; r < rows; ++r) {
+                    float* to = y + static_cast<ptrdiff_t>(r) * w.out + at;
+                    const float* from = sums + r * kTileColumns;
+                    if (args.accumulate)
+                        k_.add(from, count, to);
+                    else
+                        std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+                }
+            });
         });
     }
 }
@@ -64,8 +63,8 @@ void CpuBackend::gated_linear(const GatedLinearArgs& args) {
 void CpuBackend::gated_pieces(const float* const* x, float* const* y, int rows, const PackedMatrix& gate,
                               const PackedMatrix& up, int begin, int end, Local& local) {
     float* const u = local.out.data() + size_t{kMaxDotRows} * kTileColumns;
-    dot_pieces({x, rows, gate}, begin, end, local.out.data(), local, [&](int at, int count, const float* g) {
-        dot_pieces({x, rows, up}, at, at + count, u, local, [&](int, int, const float*) {});
+    dot_pieces({x, rows, gate}, begin, end, local.out.data(), [&](int at, int count, const float* g) {
+        dot_pieces({x, rows, up}, at, at + count, u, [&](int, int, const float*) {});
         for (int r = 0; r < rows; ++r)
             k_.silu_mul(g + r * kTileColumns, u + r * kTileColumns, count, y[r] + at);
     });
@@ -93,7 +92,7 @@ void CpuBackend::head_piece(const HeadLinear& h, int group, int begin, int end, 
         const float* x[kMaxDotRows];
         for (int r = 0; r < rows; ++r) x[r] = h.x + (first + r) * h.x_row + group * h.x_group;
         const int base = group * h.count;
-        dot_pieces({x, rows, h.w}, base + begin, base + end, local.out.data(), local,
+        dot_pieces({x, rows, h.w}, base + begin, base + end, local.out.data(),
                    [&](int at, int count, const float* sums) {
                        for (int r = 0; r < rows; ++r)
                            std::memcpy(h.out + (first + r) * h.out_row + group * h.out_group + (at - base),

@@ -26,7 +26,7 @@ void CpuBackend::split_outputs(const PackedMatrix& w, int rows, const F& f) {
 // + j] = x[r] . w[first output + j], in `out`, which holds [rows, kTileColumns]. A border inside a block
 // costs the block's other outputs and nothing else.
 template <class F>
-void CpuBackend::dot_pieces(const Dot& dot, int begin, int end, float* out, Local& local, const F& f) {
+void CpuBackend::dot_pieces(const Dot& dot, int begin, int end, float* out, const F& f) {
     constexpr int kPieceBlocks = kTileColumns / kBlockOutputs;
     const int last_block = (end + kBlockOutputs - 1) / kBlockOutputs;
     for (int block = begin / kBlockOutputs; block < last_block; block += kPieceBlocks) {
@@ -38,7 +38,6 @@ void CpuBackend::dot_pieces(const Dot& dot, int begin, int end, float* out, Loca
         job.block_end = std::min(block + kPieceBlocks, last_block);
         job.out = out;
         job.stride = kTileColumns;
-        job.scratch = local.dots.data();
         k_.dots(job);
         const int from = std::max(begin, block * kBlockOutputs);
         const int to = std::min(end, job.block_end * kBlockOutputs);

@@ -109,12 +109,11 @@ void CpuBackend::route(const RouteArgs& args) {
         const float* x[kMaxDotRows];
         for (int r = 0; r < n; ++r) x[r] = args.x + static_cast<ptrdiff_t>(first + r) * gate.in;
         split_outputs(gate, n, [&](int begin, int end, Local& local) {
-            dot_pieces(
-                {x, n, gate}, begin, end, local.out.data(), local, [&](int at, int count, const float* sums) {
-                    for (int r = 0; r < n; ++r)
-                        std::memcpy(scores + static_cast<ptrdiff_t>(first + r) * experts + at,
-                                    sums + r * kTileColumns, static_cast<size_t>(count) * sizeof(float));
-                });
+            dot_pieces({x, n, gate}, begin, end, local.out.data(), [&](int at, int count, const float* sums) {
+                for (int r = 0; r < n; ++r)
+                    std::memcpy(scores + static_cast<ptrdiff_t>(first + r) * experts + at,
+                                sums + r * kTileColumns, static_cast<size_t>(count) * sizeof(float));
+            });
         });
     }
     pool_.split(rows, std::max(1, 8192 / (experts * args.top_k)), [&](int64_t begin, int64_t end, int) {
@@ -198,7 +197,7 @@ void CpuBackend::expert_pass(const ExpertsArgs& args, int first_row, int rows) {
                     y[r] = out + static_cast<ptrdiff_t>(slot) * hidden;
                 }
                 Local& local = local_[static_cast<size_t>(part)];
-                dot_pieces({x, n, table.down[static_cast<size_t>(e)]}, begin, end, local.out.data(), local,
+                dot_pieces({x, n, table.down[static_cast<size_t>(e)]}, begin, end, local.out.data(),
                            [&](int at, int columns, const float* sums) {
                                for (int r = 0; r < n; ++r)
                                    std::memcpy(y[r] + at, sums + r * kTileColumns,

@@ -179,11 +179,9 @@ KDT_INLINE void lane_sum4(F16 a, F16 b, F16 c, F16 d, float* out) {
     _mm_storeu_ps(out, sum);
 }
 
-struct NibbleTable {
-    __m256 scale;
-};
-KDT_INLINE NibbleTable nibble_table(float scale) {
-    return {_mm256_set1_ps(scale)};
+using NibbleTable = F16;  // the scale
+KDT_INLINE NibbleTable nibble_table(F16 scale) {
+    return scale;
 }
 template <int J>
 KDT_INLINE __m256 unpack_nibble8(__m256i words, __m256 scale) {
@@ -192,8 +190,11 @@ KDT_INLINE __m256 unpack_nibble8(__m256i words, __m256 scale) {
 }
 template <int J>
 KDT_INLINE F16 unpack_nibble(I16 words, NibbleTable table) {
-    return {unpack_nibble8<J>(words.a, table.scale), unpack_nibble8<J>(words.b, table.scale)};
+    return {unpack_nibble8<J>(words.a, table.a), unpack_nibble8<J>(words.b, table.b)};
 }
 
-inline constexpr int kTileRows = 3;  // rows of the widest dot tile
-inline constexpr int kTileOutputs = 2;
+// Dot tiles, as many accumulators as the registers hold: rows of float32 weights, rows of packed weights, and
+// the most (row, output) pairs of a tile of more than one row.
+inline constexpr int kTileRows = 3;
+inline constexpr int kTileRowsPacked = 2;
+inline constexpr int kTileCells = 6;

@@ -161,14 +161,17 @@ KDT_INLINE void lane_sum4(F16 a, F16 b, F16 c, F16 d, float* out) {
 }
 
 using NibbleTable = __m512;  // the sixteen weights that a nibble can mean, in two's complement order
-KDT_INLINE NibbleTable nibble_table(float scale) {
+KDT_INLINE NibbleTable nibble_table(F16 scale) {
     const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-    return _mm512_mul_ps(values, _mm512_set1_ps(scale));
+    return _mm512_mul_ps(values, scale);
 }
 template <int J>
 KDT_INLINE F16 unpack_nibble(I16 words, NibbleTable table) {
     return _mm512_permutexvar_ps(J == 0 ? words : _mm512_srli_epi32(words, 4 * J), table);
 }
 
-inline constexpr int kTileRows = 8;  // rows of the widest dot tile
-inline constexpr int kTileOutputs = 2;
+// Dot tiles, as many accumulators as the registers hold: rows of float32 weights, rows of packed weights, and
+// the most (row, output) pairs of a tile of more than one row.
+inline constexpr int kTileRows = 4;
+inline constexpr int kTileRowsPacked = 4;
+inline constexpr int kTileCells = 16;

@@ -255,18 +255,19 @@ KDT_INLINE void lane_sum4(const F16& a, const F16& b, const F16& c, const F16& d
 }
 
 // Nibbles as two's complement in the low bits of each word, times a scale: 4-bit weights, rounded once.
-struct NibbleTable {
-    float scale;
-};
-KDT_INLINE NibbleTable nibble_table(float scale) {
-    return NibbleTable{scale};
+using NibbleTable = F16;  // the scale
+KDT_INLINE NibbleTable nibble_table(const F16& scale) {
+    return scale;
 }
 template <int J>
 KDT_INLINE F16 unpack_nibble(const I16& words, const NibbleTable& table) {  // nibble J of each word
-    return mul(from_int(sra<28>(shl<28 - 4 * J>(words))), set1(table.scale));
+    return mul(from_int(sra<28>(shl<28 - 4 * J>(words))), table);
 }
 
-inline constexpr int kTileRows = 2;  // rows of the widest dot tile
-inline constexpr int kTileOutputs = 2;
+// Dot tiles, as many accumulators as the registers hold: rows of float32 weights, rows of packed weights, and
+// the most (row, output) pairs of a tile of more than one row.
+inline constexpr int kTileRows = 2;
+inline constexpr int kTileRowsPacked = 2;
+inline constexpr int kTileCells = 4;
 
 #undef KDT_FOR_LANES
