@@ -70,6 +70,10 @@ class Checkpoint(Protocol):
     def tensors(self) -> list[TensorInfo]:
         """Everything in the files, what loading ignores included."""
 
+    def check_extent(self) -> None:
+        """See that the last layer and the last expert of the config are there. Cheap; to be called before a
+        builder is made, which allocates for as many as the config claims."""
+
     def load_into(self, builder: Builder, progress: Progress | None = None) -> None:
         """Audit against ``builder.expected()``, then add every tensor. Raises EngineError."""
 
@@ -104,12 +108,30 @@ class _Closing:
 
 
 @contextmanager
-def _about(path: Path) -> Iterator[None]:
-    """The builder knows tensors and not files: put the file before what it says."""
+def naming(path: Path, *codes: str) -> Iterator[None]:
+    """The builder knows tensors and fields but no files: put the file before what it says (with one of
+    `codes`, where any are given)."""
     try:
         yield
     except EngineError as error:
+        if codes and error.code not in codes:
+            raise
         fail(error.code, f"{path}: {error}", error)
+
+
+def _check_extent(path: Path, config: ModelConfig, names: Collection[str]) -> None:
+    last = int(config["num_hidden_layers"]) - 1
+    experts = int(config["n_routed_experts"])
+    probes: list[tuple[str, tuple[str, ...]]] = [
+        ("num_hidden_layers", (f"model.layers.{last}.input_layernorm.weight",))
+    ]
+    if experts > 0 and last >= config["first_k_dense_replace"]:
+        base = f"model.layers.{last}.mlp.experts"
+        expert = f"{base}.{experts - 1}.down_proj"
+        probes.append(("n_routed_experts", (f"{expert}.weight", f"{expert}.qw", f"{base}.down_proj")))
+    for field, any_of in probes:
+        if not any(name in names for name in any_of):
+            fail("bad_model", f"{path}: {field} is {config[field]:.0f}, but {any_of[0]} is missing")
 
 
 def _require_all(path: Path, wanted: Collection[str], missing: list[str]) -> None:
@@ -168,6 +190,17 @@ class Folder(_Closing):
             TensorInfo(e.name, e.dtype, e.shape, e.nbytes, e.file.path.name) for e in self._entries.values()
         ]
 
+    def check_extent(self) -> None:
+        _check_extent(self.path, self.config, self._entries)
+        fused = (e for name, e in self._entries.items() if _FUSED.fullmatch(name))
+        for entry in fused:
+            if entry.shape[:1] != (self.config["n_routed_experts"],) and not self._ignorable(entry.name):
+                fail(
+                    "bad_model",
+                    f"{entry.file.path}: {entry.name} has shape {list(entry.shape)}, "
+                    f"but n_routed_experts is {self.config['n_routed_experts']:.0f}",
+                )
+
     def load_into(self, builder: Builder, progress: Progress | None = None) -> None:
         pieces = self._audit(builder.expected())
         total = sum(piece.nbytes for piece in pieces)
@@ -176,7 +209,7 @@ class Folder(_Closing):
         for piece in pieces:
             raw = buffer[: piece.nbytes]
             piece.source.file.read_into(raw.data, piece.offset)
-            with _about(piece.source.file.path):
+            with naming(piece.source.file.path):
                 builder.add(piece.name, _as_array(raw, piece))
             done += piece.nbytes
             if progress is not None:
@@ -332,6 +365,9 @@ class Bundle(_Closing):
         """What the bundle holds beside config and weights."""
         return {name: a for name, a in self.arrays.items() if not name.startswith((_CONFIG, *_WEIGHTS))}
 
+    def check_extent(self) -> None:
+        _check_extent(self.path, self.config, self.arrays)
+
     def load_into(self, builder: Builder, progress: Progress | None = None) -> None:
         wanted = {name: may_be_int4 for name, _, may_be_int4 in builder.expected()}
         plan: dict[str, tuple[npt.NDArray[Any], ...]] = {}  # module (two arrays) or full name (one)
@@ -355,7 +391,7 @@ class Bundle(_Closing):
         done = 0
         for name, arrays in plan.items():
             given = [self._loadable(name, a) for a in arrays]
-            with _about(self.path):
+            with naming(self.path):
                 if len(given) == 2:
                     builder.add_w4a16(name, given[0], given[1])
                 else:
@@ -368,6 +404,8 @@ class Bundle(_Closing):
         array = self.arrays[name]
         if array.shape != () or array.dtype.name not in ("float64", "float32", "int64", "int32", "uint8"):
             fail("bad_model", f"{self.path}: {name} is {array.dtype.name} {list(array.shape)}, no scalar")
+        if not np.isfinite(array):
+            fail("bad_model", f"{self.path}: {name} is {float(array)}; expected a finite number")
         return float(array)
 
     def _loadable(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

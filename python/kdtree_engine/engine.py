@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _native
-from .checkpoint import Bundle, Progress, open_checkpoint
+from .checkpoint import Bundle, Progress, naming, open_checkpoint
 from .config import ModelConfig
 from .errors import EngineError, fail
 from .sampling import integer
@@ -82,7 +82,9 @@ class Engine:
             config = checkpoint.config
             wanted = integer(context, "context", 1, _positions(config)) if context is not None else 0
             tokenizer, eos = _text_side(checkpoint.path, config)
-            builder = _builder(config, device, threads)
+            checkpoint.check_extent()
+            with naming(checkpoint.path, "bad_model"):
+                builder = _builder(config, device, threads)
             checkpoint.load_into(builder, progress)
             native = builder.finish()
             recorded = checkpoint.recorded() if isinstance(checkpoint, Bundle) else None

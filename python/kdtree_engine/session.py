@@ -8,7 +8,6 @@ would have stopped.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -57,7 +56,8 @@ class GenerationResult:
     ``stop_reason``: ``stop`` (a stop token or stop text), ``length`` (max_tokens), ``context`` (the session
     is full), ``cancelled`` or ``error``. ``stats``: target_forwards, rounds, accepted_lengths (tokens
     emitted per round), drafted, accepted, branching_rounds, seconds {prefill, draft, build, verify, accept,
-    commit}, tokens_per_second (of the rounds, without the prompt).
+    commit}, tokens_per_second (of the rounds: without the prompt and
+    without the once-per-session measurement behind an automatic budget).
     """
 
     prompt_tokens: list[int]
@@ -252,7 +252,7 @@ class Generation(Iterator[Event]):
         self._events: deque[Event] = deque()
         self._failure: EngineError | None = None
         self._behind = 0  # tokens of the last round that a stop text took back
-        self._rounds_tokens, self._rounds_seconds = 0, 0.0
+        self._rounds_tokens = 0
         self.result: GenerationResult | None = None
 
     def __iter__(self) -> Generation:
@@ -304,16 +304,13 @@ class Generation(Iterator[Event]):
         return ("", False) if token in self._stop_tokens else self._text.push(token)
 
     def _step(self) -> None:
-        started = time.perf_counter()
         first = not self._tokens
         try:
             step = self._native.step()
         except EngineError as error:
             self._finish("error", error)
             return
-        if not first:
-            self._rounds_seconds += time.perf_counter() - started
-        elif self._on_prompt is not None:
+        if first and self._on_prompt is not None:
             self._on_prompt(step.prompt_done, step.prompt_total)
 
         emitted = step.tokens
@@ -358,8 +355,8 @@ class Generation(Iterator[Event]):
         if self._behind:  # behind a stop text: not emitted, so not counted
             stats["accepted_lengths"][-1] -= self._behind
             stats["accepted"] -= self._behind
-        rate = self._rounds_tokens / self._rounds_seconds if self._rounds_seconds > 0 else 0.0
-        stats["tokens_per_second"] = rate
+        seconds = sum(stats["seconds"].values()) - stats["seconds"]["prefill"]
+        stats["tokens_per_second"] = self._rounds_tokens / seconds if seconds > 0 else 0.0
         self.result = GenerationResult(
             prompt_tokens=self._prompt,
             tokens=self._tokens,
