@@ -138,9 +138,7 @@ def raw_safetensors(header: Any, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def write_folder(
-    path: Path, config: Mapping[str, Any] = CONFIG, arrays: Arrays | None = None, shards: int = 0
-) -> Path:
+def write_folder(path: Path, config: Mapping[str, Any] = CONFIG, arrays: Arrays | None = None, shards: int = 0) -> Path:
     """A folder with model.safetensors, or with `shards` shards and an index."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))

@@ -70,8 +70,7 @@ def fused(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     rest = {name: a for name, a in arrays.items() if not name.startswith(EXPERTS)}
     n = CONFIG["n_routed_experts"]
     gate, up, down = (
-        np.stack([arrays[f"{EXPERTS}.{e}.{part}_proj.weight"] for e in range(n)])
-        for part in ("gate", "up", "down")
+        np.stack([arrays[f"{EXPERTS}.{e}.{part}_proj.weight"] for e in range(n)]) for part in ("gate", "up", "down")
     )
     return rest | {
         f"{EXPERTS}.gate_up_proj": np.concatenate([gate, up], axis=1),
@@ -91,9 +90,7 @@ def test_float32_arrives_bit_for_bit(tmp_path: Path, arrays: dict[str, np.ndarra
         assert given[name].dtype == np.float32 and given[name].tobytes() == array.tobytes()
 
 
-def test_bf16_arrives_as_its_bits_and_f16_exactly_widened(
-    tmp_path: Path, arrays: dict[str, np.ndarray]
-) -> None:
+def test_bf16_arrives_as_its_bits_and_f16_exactly_widened(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     bits = {name: bf16(a) for name, a in arrays.items()}
     given = load(write_folder(tmp_path / "bf16", arrays=bits)).given
     assert all(given[n].dtype == np.uint16 and given[n].tobytes() == a.tobytes() for n, a in bits.items())
@@ -123,14 +120,10 @@ def test_fused_experts_are_the_same_model(tmp_path: Path, arrays: dict[str, np.n
     assert all(single[name].tobytes() == together[name].tobytes() for name in single)
 
 
-def test_fused_experts_of_the_wrong_shape_or_beside_single_ones(
-    tmp_path: Path, arrays: dict[str, np.ndarray]
-) -> None:
+def test_fused_experts_of_the_wrong_shape_or_beside_single_ones(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     name = f"{EXPERTS}.gate_up_proj"
     good = fused(arrays)
-    refused(
-        write_folder(tmp_path / "a", arrays=good | {name: good[name][:3]}), name, "[3, 32, 32]", "[4, 32, 32]"
-    )
+    refused(write_folder(tmp_path / "a", arrays=good | {name: good[name][:3]}), name, "[3, 32, 32]", "[4, 32, 32]")
     refused(write_folder(tmp_path / "b", arrays=good | {name: good[name].transpose(0, 2, 1)[:, :16]}), name)
     refused(write_folder(tmp_path / "c", arrays=arrays | {name: good[name]}), "also in", EXPERTS)
     del good[name]
@@ -142,15 +135,11 @@ def test_tied_embeddings_load_once_and_serve_twice(tmp_path: Path, arrays: dict[
     head = arrays.pop("lm_head.weight")
     given = load(write_folder(tmp_path / "a", config, arrays)).given
     assert given["lm_head.weight"].tobytes() == arrays["model.embed_tokens.weight"].tobytes()
-    refused(
-        write_folder(tmp_path / "b", config, arrays | {"lm_head.weight": head}), "lm_head.weight", "tie_word"
-    )
+    refused(write_folder(tmp_path / "b", config, arrays | {"lm_head.weight": head}), "lm_head.weight", "tie_word")
     refused(write_folder(tmp_path / "c", CONFIG, arrays), "missing", "lm_head.weight")
 
 
-def test_what_may_be_ignored_is_ignored_whatever_it_looks_like(
-    tmp_path: Path, arrays: dict[str, np.ndarray]
-) -> None:
+def test_what_may_be_ignored_is_ignored_whatever_it_looks_like(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     """A stale inv_freq of 56 entries, a multi-token-prediction layer: real checkpoints have both."""
     more = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(56, np.uint16),
@@ -194,9 +183,7 @@ def test_each_wrong_shape_is_named(tmp_path: Path, arrays: dict[str, np.ndarray]
             [a.reshape(-1), a[:-1], a.T if a.ndim == 2 and a.shape[0] != a.shape[1] else a[:, None]]
         ):
             if bad.shape != a.shape:
-                refused(
-                    write_folder(tmp_path / f"{i}_{j}", arrays=arrays | {name: bad}), name, str(list(a.shape))
-                )
+                refused(write_folder(tmp_path / f"{i}_{j}", arrays=arrays | {name: bad}), name, str(list(a.shape)))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float64])
@@ -238,9 +225,7 @@ def test_a_stale_index(tmp_path: Path) -> None:
     refused(path, "model-00009-of-00009.safetensors", code="bad_file")
 
 
-@pytest.mark.parametrize(
-    "where", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 3, None, "config.json"]
-)
+@pytest.mark.parametrize("where", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 3, None, "config.json"])
 def test_an_index_that_points_outside_the_folder(tmp_path: Path, where: Any) -> None:
     path = write_folder(tmp_path, shards=2)
     write_index(path, read_index(path) | {"lm_head.weight": where})

@@ -151,6 +151,12 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
     assert fields["rope_factor"] == 0 and fields["rope_mscale_all_dim"] == 0
 
 
+def test_rope_fields_that_state_what_the_engine_does_anyway() -> None:
+    expected = parse_config(CONFIG).fields
+    assert parse_config(yarn(truncate=True, attention_factor=None, partial_rotary_factor=1.0)).fields == expected
+    assert parse_config(yarn(rope_theta=50000.0)).fields == expected
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -186,9 +192,7 @@ def test_rope_interleave_is_a_property_of_the_architecture_unless_stated() -> No
     assert parse_config(changed(rope_interleave=False)).fields["rope_interleave"] == 0
 
 
-@pytest.mark.parametrize(
-    ("value", "ids"), [(1, {1}), ([1, 5], {1, 5}), (None, set()), (..., set()), ([], set())]
-)
+@pytest.mark.parametrize(("value", "ids"), [(1, {1}), ([1, 5], {1, 5}), (None, set()), (..., set()), ([], set())])
 def test_eos(value: Any, ids: set[int]) -> None:
     assert parse_config(changed(eos_token_id=value)).eos_token_ids == ids
 

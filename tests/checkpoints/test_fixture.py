@@ -135,9 +135,7 @@ def test_bf16_has_the_bits_of_the_widened_model(engine: Engine, tmp_path: Path) 
         for name, entry in file.tensors.items():
             raw = bytearray(entry.nbytes)
             file.read_into(memoryview(raw), entry.offset)
-            array = np.frombuffer(raw, np.uint16 if entry.dtype == "BF16" else np.float32).reshape(
-                entry.shape
-            )
+            array = np.frombuffer(raw, np.uint16 if entry.dtype == "BF16" else np.float32).reshape(entry.shape)
             arrays[name] = widen(array) if entry.dtype == "BF16" else array
         file.close()
     wide = Engine.load(write_folder(tmp_path, config, arrays), device="cpu")
@@ -158,9 +156,7 @@ def test_a_bundle_of_the_checkpoint_is_the_same_model(engine: Engine, tmp_path: 
                 return [(t.name, list(t.shape), True) for t in checkpoint.tensors()]
 
         def add(self, name: str, array: np.ndarray) -> None:
-            self.arrays[name] = (
-                array.view(kdtr.BF16_BITS).copy() if array.dtype == np.uint16 else array.copy()
-            )
+            self.arrays[name] = array.view(kdtr.BF16_BITS).copy() if array.dtype == np.uint16 else array.copy()
 
         def add_w4a16(self, module: str, qw: np.ndarray, sc: np.ndarray) -> None:
             raise AssertionError

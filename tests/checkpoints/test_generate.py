@@ -100,6 +100,9 @@ def test_ties_among_log_probabilities_go_to_the_lower_id() -> None:
     assert [i for i, _ in token_logprobs(logits, 0, 4).top] == [1, 3, 2, 4]
     assert [i for i, _ in token_logprobs(logits, 0, 99).top] == [1, 3, 2, 4, 5, 0, 6]
     assert token_logprobs(logits, 0, 0).top == []
+    many = np.random.default_rng(0).integers(0, 4, 1000).astype(np.float32)
+    best = sorted(range(1000), key=lambda i: (-many[i], i))[:600]
+    assert [i for i, _ in token_logprobs(many, 0, 600).top] == best
 
 
 # -- stop texts ------------------------------------------------------------------------------------------
@@ -120,9 +123,7 @@ def test_a_stop_text_leaves_the_session_where_plain_decoding_stops(engine: Engin
         result = session.generate(
             TEXT, max_tokens=24, ignore_eos=True, stop=["never", stop], drafter=drafts, budget=budget, **how
         ).run()
-        assert (
-            result.stop_reason == "stop" and stop not in result.text and text.startswith(result.text + stop)
-        )
+        assert result.stop_reason == "stop" and stop not in result.text and text.startswith(result.text + stop)
         assert session.tokens == result.prompt_tokens + result.tokens
         assert sum(result.stats["accepted_lengths"]) == len(result.tokens) - 1
         assert result.stats["accepted"] == len(result.tokens) - 1 - result.stats["rounds"]
@@ -154,9 +155,7 @@ def test_the_context_is_the_limit_of_prompt_and_answer(engine: Engine) -> None:
     refused(session, "no room", code="out_of_memory")
     session.rewind(len(tokens) - 10)
     refused(session, "no room", code="out_of_memory", prompt_tokens=tokens[:15])
-    assert (
-        session.generate(prompt_tokens=tokens[-10:], max_tokens=2, ignore_eos=True).run().tokens == GREEDY[:2]
-    )
+    assert session.generate(prompt_tokens=tokens[-10:], max_tokens=2, ignore_eos=True).run().tokens == GREEDY[:2]
 
 
 def interrupted(session: Session, generation: Generation) -> None:
@@ -213,9 +212,7 @@ def test_ctrl_c_around_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch, w
 
     session.native = Interrupted()  # type: ignore[assignment]
     tokens = engine.encode(TEXT)
-    generation = session.generate(
-        TEXT, max_tokens=30, ignore_eos=True, drafter=planted(engine, tokens + GREEDY)
-    )
+    generation = session.generate(TEXT, max_tokens=30, ignore_eos=True, drafter=planted(engine, tokens + GREEDY))
     with pytest.raises(KeyboardInterrupt):
         for _ in generation:
             pass
@@ -241,9 +238,7 @@ def test_a_real_signal(engine: Engine) -> None:
 
 def test_nan_on_the_way_is_an_error_of_this_generation_alone(tmp_path: Path) -> None:
     """Never an argmax over NaN; the engine and the session live on."""
-    arrays = weights(
-        CONFIG
-    )  # of all tokens, only 7 has something in component 0, and there the first MLP overflows
+    arrays = weights(CONFIG)  # of all tokens, only 7 has something in component 0, and there the first MLP overflows
     arrays["model.embed_tokens.weight"][:, 0] = np.arange(CONFIG["vocab_size"]) == 7
     arrays["model.layers.0.self_attn.o_proj.weight"][0] = 0
     for part in ("gate", "up"):
@@ -273,10 +268,7 @@ def test_turns_are_one_timeline(engine: Engine) -> None:
     second = session.generate(" Ishmael.", max_tokens=4, ignore_eos=True).run()
     prompt = engine.encode("Call me") + first.tokens + engine.encode(" Ishmael.", start=False)
     assert second.prompt_tokens == prompt and prompt.count(0) == 1
-    assert (
-        engine.session().generate(prompt_tokens=prompt, max_tokens=4, ignore_eos=True).run().tokens
-        == second.tokens
-    )
+    assert engine.session().generate(prompt_tokens=prompt, max_tokens=4, ignore_eos=True).run().tokens == second.tokens
 
 
 def test_sessions_do_not_see_each_other(engine: Engine) -> None:
@@ -311,9 +303,7 @@ def test_append_and_rewind(engine: Engine) -> None:
 @pytest.mark.parametrize("budget", ["auto", 0, 7, 64])
 def test_no_drafter_and_no_budget_changes_a_token(engine: Engine, drafter: Any, budget: Any) -> None:
     drafts = drafter(max_ngram=2) if drafter is NgramDrafter else drafter
-    generation = engine.session().generate(
-        TEXT, max_tokens=16, ignore_eos=True, drafter=drafts, budget=budget
-    )
+    generation = engine.session().generate(TEXT, max_tokens=16, ignore_eos=True, drafter=drafts, budget=budget)
     result = generation.run()
     assert result.tokens == GREEDY[:16]
     if drafter in ("none", None) or budget == 0:
@@ -416,9 +406,7 @@ def test_a_drafter_that_this_version_lacks(engine: Engine) -> None:
 
 def test_a_model_without_tokenizer_works_on_tokens(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "folder")
-    config = {
-        f"config.{k}": np.array(v, np.float64) for k, v in _fields(CONFIG | {"vocab_size": 200}).items()
-    }
+    config = {f"config.{k}": np.array(v, np.float64) for k, v in _fields(CONFIG | {"vocab_size": 200}).items()}
     kdtr.write(tmp_path / "small.kdtr", config | weights(CONFIG | {"vocab_size": 200}))
     for model in (path, tmp_path / "small.kdtr"):
         engine = Engine.load(model, device="cpu")

@@ -87,6 +87,7 @@ BAD = {
     "unknown dtype": raw_safetensors({"a": entry(0, 4, dtype="F33")}, b"\0" * 4),
     "dtype not text": raw_safetensors({"a": entry(0, 4, dtype=["F32"])}, b"\0" * 4),
     "negative size": raw_safetensors({"a": entry(0, 4, (-1,))}, b"\0" * 4),
+    "two negative sizes": raw_safetensors({"a": entry(0, 4, (-1, -1))}, b"\0" * 4),
     "fractional size": raw_safetensors({"a": entry(0, 4, (1.0,))}, b"\0" * 4),
     "boolean size": raw_safetensors({"a": entry(0, 4, (True,))}, b"\0" * 4),
     "shape not a list": raw_safetensors({"a": entry(0, 4, "1")}, b"\0" * 4),
@@ -96,6 +97,9 @@ BAD = {
     "offsets disagree with the shape": raw_safetensors({"a": entry(0, 8)}, b"\0" * 8),
     "hole": raw_safetensors({"a": entry(0, 4), "b": entry(8, 12)}, b"\0" * 12),
     "overlap": raw_safetensors({"a": entry(0, 8, (2,)), "b": entry(4, 12, (2,))}, b"\0" * 12),
+    "overlap and hole of one size": raw_safetensors(
+        {"a": entry(0, 8, (2,)), "b": entry(4, 12, (2,)), "c": entry(16, 20)}, b"\0" * 20
+    ),
     "hole in front": raw_safetensors({"a": entry(4, 8)}, b"\0" * 8),
     "bytes behind": raw_safetensors({"a": entry(0, 4)}, b"\0" * 5),
     "one byte short": raw_safetensors({"a": entry(0, 4)}, b"\0" * 3),
@@ -123,9 +127,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_mutations_get_the_library_s_verdict(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_mutations_get_the_library_s_verdict(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Accepting what the library refuses is an unchecked field. (The library may accept what we refuse.)"""
     good = bytearray(safetensors_bytes(ARRAYS))
     header = 8 + struct.unpack("<Q", good[:8])[0]

@@ -101,9 +101,9 @@ def test_settings_of_a_training_run_do_not_cut_or_fill_a_prompt(tmp_path: Path) 
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(loaded), encoding="utf-8")
     for special in (False, True):
-        assert FileTokenizer(path).encode(TEXT, special=special) == FileTokenizer(
-            FIXTURE / "tokenizer.json"
-        ).encode(TEXT, special=special)
+        assert FileTokenizer(path).encode(TEXT, special=special) == FileTokenizer(FIXTURE / "tokenizer.json").encode(
+            TEXT, special=special
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -131,9 +131,7 @@ def test_an_incomplete_character_shows_only_at_the_end() -> None:
     assert streamed(ByteTokenizer(), [ord("a"), 300, ord("b")]) == ["a", "\ufffd", "b", ""]
 
 
-def test_wrong_bytes_are_not_held_back_forever(
-    byte_level: FileTokenizer, sentencepiece_like: FileTokenizer
-) -> None:
+def test_wrong_bytes_are_not_held_back_forever(byte_level: FileTokenizer, sentencepiece_like: FileTokenizer) -> None:
     """A model that emits rubbish bytes must not look as if it had stopped."""
     stray = byte_level.encode("é", start=False)[-1:]
     assert streamed(byte_level, stray * 6) == ["\ufffd"] * 6 + [""]

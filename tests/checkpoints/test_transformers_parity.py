@@ -89,9 +89,7 @@ def make(seed: int = 0, **changes: Any) -> Any:
 
 def reference(folder: Path) -> np.ndarray:
     """float32 [tokens, vocab] of the checkpoint as transformers loads it, computed in float32."""
-    model = transformers.DeepseekV3ForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return np.array(model.float().eval()(torch.tensor([TOKENS])).logits[0].numpy())
 
