@@ -99,6 +99,10 @@ struct Run {
     int live;
 };
 
+int live_of(int live, int rows) {
+    return live < 0 || live > rows ? rows : live;
+}
+
 // Runs `f(backend, rows)` without the GIL.
 template <class F>
 void run(const Run& how, int rows, const F& f) {
@@ -118,14 +122,14 @@ RopeTable rope_table(const In<float, 2>& cos, const In<float, 2>& sin, bool inte
 struct Batch {
     In<int32_t, 1> sequence, position, prefix, ancestor_count;
     In<int32_t, 2> ancestors;
-    RowBatch view(int rows, int sequences) const {
+    RowBatch view(int rows, int live, int sequences) const {
         expect("rows of sequence", dim(sequence, 0), rows);
         expect("rows of position", dim(position, 0), rows);
         expect("rows of prefix", dim(prefix, 0), rows);
         expect("rows of ancestor_count", dim(ancestor_count, 0), rows);
         expect("rows of ancestors", dim(ancestors, 0), rows);
         expect("columns of ancestors", dim(ancestors, 1), kMaxAncestors);
-        for (int i = 0; i < rows; ++i)
+        for (int i = 0; i < live_of(live, rows); ++i)
             if (sequence(i) < 0 || sequence(i) >= sequences)
                 fail(ErrorCode::invalid_argument, "row %d is of sequence %d of %d", i, sequence(i),
                      sequences);
@@ -279,9 +283,9 @@ static void bind_linear(nb::module_& m) {
     m.def(
         "gather_rows",
         [](In<float, 2> x, In<int32_t, 1> index, int y_stride, KDT_RUN_PARAMS) {
-            for (size_t j = 0; j < index.shape(0); ++j)
+            for (int j = 0; j < live_of(live, dim(index, 0)); ++j)
                 if (index(j) >= dim(x, 0))
-                    fail(ErrorCode::invalid_argument, "row %zu gathers row %d of %d", j, index(j), dim(x, 0));
+                    fail(ErrorCode::invalid_argument, "row %d gathers row %d of %d", j, index(j), dim(x, 0));
             if (y_stride < dim(x, 1))
                 fail(ErrorCode::invalid_argument, "a stride of %d for rows of %d", y_stride, dim(x, 1));
             auto y = make<float>({index.shape(0), static_cast<size_t>(y_stride)});
@@ -307,7 +311,7 @@ static void bind_attention(nb::module_& m) {
             expect("width of a page", cache.width, dim(ckv, 1));
             if (cache.scratch_rows < rows)
                 fail(ErrorCode::invalid_argument, "%d scratch rows for %d rows", cache.scratch_rows, rows);
-            const RowBatch batch = KDT_BATCH.view(rows, dim(page_table, 0));
+            const RowBatch batch = KDT_BATCH.view(rows, live, dim(page_table, 0));
             run(KDT_RUN, rows, [&](Backend& b, Rows r) {
                 b.write_latent(
                     {r, batch, ckv.data(), weight.data(), eps, dim(weight, 0), rope, cache.view()});
@@ -350,12 +354,10 @@ static void bind_attention(nb::module_& m) {
             expect("width of a page", cache.width, dim(q, 2));
             if (rope < 0 || latent < 1)
                 fail(ErrorCode::invalid_argument, "%d of %d values are rope", rope, dim(q, 2));
-            const RowBatch batch = KDT_BATCH.view(rows, dim(page_table, 0));
-            for (int i = 0; i < rows; ++i)
-                for (int a = 0; a < std::min(ancestor_count(i), kMaxAncestors); ++a)
-                    if (ancestors(i, a) >= cache.scratch_rows)
-                        fail(ErrorCode::invalid_argument, "row %d names scratch row %d of %d", i,
-                             ancestors(i, a), cache.scratch_rows);
+            const RowBatch batch = KDT_BATCH.view(rows, live, dim(page_table, 0));
+            if (cache.scratch_rows < kMaxTreeRows)
+                fail(ErrorCode::invalid_argument, "%d scratch rows; %d were expected", cache.scratch_rows,
+                     kMaxTreeRows);
             auto out = make<float>({q.shape(0), q.shape(1), static_cast<size_t>(latent)});
             run(KDT_RUN, rows, [&](Backend& b, Rows r) {
                 b.attend({r, batch, q.data(), cache.view(), heads, latent, rope, scale, out.data()});
@@ -597,6 +599,16 @@ static void bind_trees(nb::module_& m) {
 }
 
 static void bind_primitives(nb::module_& m) {
+    m.def(
+        "probe_allocation",
+        [](size_t bytes) {
+            cpu::CpuBackend& b = backend(1, "");
+            const Buffer buffer(b, bytes, "a test's buffer");
+            const char* data = buffer.as<char>();
+            return std::make_pair(reinterpret_cast<uintptr_t>(data) % 64,
+                                  nb::bytes(data, std::min<size_t>(bytes, 64)));
+        },
+        "bytes"_a, "Allocates and frees: the address modulo 64, and the first bytes as they came.");
     m.def(
         "description", [](int threads, std::string isa) { return backend(threads, isa).description(); },
         "threads"_a = 0, "isa"_a = "", "What a backend with these settings runs on.");

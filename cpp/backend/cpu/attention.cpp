@@ -41,10 +41,12 @@ void CpuBackend::check_batch(const RowBatch& batch, const LatentCache& cache, in
         if (ancestors < 0 || ancestors > kMaxAncestors)
             fail(ErrorCode::invalid_argument, "row %d has %d ancestors; 0 to %d were expected", i, ancestors,
                  kMaxAncestors);
+        if (ancestors > 0 && i >= kMaxTreeRows)
+            fail(ErrorCode::invalid_argument, "row %d is a tree row; scratch has %d rows", i, kMaxTreeRows);
         for (int a = 0; a < ancestors; ++a)
-            if (batch.ancestors[i * kMaxAncestors + a] < 0 || batch.ancestors[i * kMaxAncestors + a] >= rows)
-                fail(ErrorCode::invalid_argument, "row %d names scratch row %d of %d as an ancestor", i,
-                     batch.ancestors[i * kMaxAncestors + a], rows);
+            if (const int row = batch.ancestors[i * kMaxAncestors + a]; row < 0 || row >= kMaxTreeRows)
+                fail(ErrorCode::invalid_argument,
+                     "row %d has scratch row %d as an ancestor; scratch has %d rows", i, row, kMaxTreeRows);
         if (batch.prefix[i] < 0 || batch.prefix[i] > positions || batch.prefix[i] + ancestors < 1)
             fail(ErrorCode::invalid_argument,
                  "row %d sees %d committed positions and %d ancestors; the pages hold %d", i, batch.prefix[i],

@@ -1,5 +1,6 @@
 // top_k and select of the CPU backend: what a row of logits says.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "backend/cpu/cpu_backend.h"
@@ -17,13 +18,34 @@ void top_entries(const Kernels& kernels, const float* x, int n, int k, int32_t* 
     int count = 0;
     for (int next = 0; next < n;) {
         count += kernels.find_at_least(x, next, n, threshold, capacity - count, index + count, &next);
-        if (count > k && (next < n || count > k)) {
+        if (count > k) {
             std::nth_element(index, index + (k - 1), index + count, before);
             count = k;
             threshold = x[index[k - 1]];
         }
     }
     std::sort(index, index + count, before);
+}
+
+// All of 0 .. n - 1 in the same order, for lists so long that comparing is slow: a radix sort by descending
+// value, which keeps ascending indices where values are equal. `spare` holds n entries.
+void sort_all(const float* x, int n, int32_t* index, int32_t* spare) {
+    constexpr int kBits = 11, kPasses = 3, kBuckets = 1 << kBits;
+    const auto key = [x](int32_t i) {
+        const uint32_t bits = std::bit_cast<uint32_t>(x[i] + 0.0f);  // one zero
+        return bits >> 31 ? bits : ~bits & 0x7FFFFFFFu;              // ascending keys, descending values
+    };
+    for (int i = 0; i < n; ++i) index[i] = i;
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const auto bucket = [&](int32_t i) { return key(i) >> (pass * kBits) & (kBuckets - 1); };
+        int32_t start[kBuckets + 1] = {};
+        for (int i = 0; i < n; ++i) ++start[bucket(index[i]) + 1];
+        for (int b = 0; b < kBuckets; ++b) start[b + 1] += start[b];
+        for (int i = 0; i < n; ++i) spare[start[bucket(index[i])]++] = index[i];
+        std::swap(index, spare);
+    }
+    // After an odd number of passes the result is where the caller's spare was.
+    std::copy_n(index, n, spare);
 }
 
 void check(const SampleParams& s) {
@@ -118,8 +140,12 @@ int32_t CpuBackend::select_row(const SelectArgs& args, int row, Local& local) co
         total = k_.exp_sum(z, 0.0f, n, nullptr);
     }
     int kept = 0;
-    for (int length = top_k > 0 ? top_k : std::min(n, 128);; length = length > n / 8 ? n : length * 8) {
-        top_entries(k_, x, n, length, id, std::min(n, 4 * length) + kSpareIndices);
+    for (int length = top_k > 0 ? top_k : std::min(n, 128);;
+         length = length < 1024 && length * 8 < n ? length * 8 : n) {
+        if (length == n)
+            sort_all(x, n, id, id + n);
+        else
+            top_entries(k_, x, n, length, id, std::min(n, 4 * length) + kSpareIndices);
         for (int j = 0; j < length; ++j) z[j] = x[id[j]];
         k_.shift_divide(z, scan.max, s.temperature, length, z);
         kept = length;
