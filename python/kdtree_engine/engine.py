@@ -130,7 +130,7 @@ class Engine:
         """The tokenizer; EngineError ``unsupported``, naming what it was for, where there is none."""
         if self.tokenizer is None:
             why = (
-                "has no tokenizer.json"
+                "has neither tokenizer.json nor tiktoken.model"
                 if self.path.is_dir()
                 else f"has only {self.vocab_size} tokens, no text"
             )
@@ -176,7 +176,9 @@ def _positions(config: ModelConfig) -> int:
 
 def _text_side(path: Path, config: ModelConfig) -> tuple[Tokenizer | None, frozenset[int]]:
     if path.is_dir():
-        return load_tokenizer(path), config.eos_token_ids | generation_eos(path)
+        tokenizer = load_tokenizer(path, int(config["vocab_size"]))
+        ends = tokenizer.end_tokens if tokenizer is not None else frozenset[int]()
+        return tokenizer, config.eos_token_ids | generation_eos(path) | ends
     return (ByteTokenizer() if config["vocab_size"] >= 256 else None), frozenset()
 
 

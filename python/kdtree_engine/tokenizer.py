@@ -1,9 +1,10 @@
 """Text to tokens and back.
 
-A folder brings its own ``tokenizer.json``; a bundle has none, and its text is UTF-8 bytes where the
-vocabulary has room for them. Both speak the same three verbs: ``encode``, ``decode`` and ``stream``, which
-turns tokens into text one by one and holds back what is not yet certain: the bytes of a character whose
-rest may come with the next token are never shown as U+FFFD before the end.
+A folder brings its own ``tokenizer.json`` or ``tiktoken.model`` (the latter: tiktoken_tokenizer.py); a
+bundle has neither, and its text is UTF-8 bytes where the vocabulary has room for them. All speak the same
+three verbs: ``encode``, ``decode`` and ``stream``, which turns tokens into text one by one and holds back
+what is not yet certain: the bytes of a character whose rest may come with the next token are never shown as
+U+FFFD before the end.
 
 Text from users is data: by default a ``<|im_end|>`` typed into a prompt is tokenized as the characters it
 consists of and not as the special token, so that nobody can close a turn by typing its marker.
@@ -13,9 +14,10 @@ consists of and not as the special token, so that nobody can close a turn by typ
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from .config import load_json, parse_eos
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 __all__ = [
+    "END_NAMES",
+    "ByteStream",
     "ByteTokenizer",
     "FileTokenizer",
     "StopText",
     "TextStream",
     "Tokenizer",
+    "checked_text",
+    "decode_with",
     "generation_eos",
     "load_tokenizer",
 ]
@@ -45,7 +51,18 @@ class TextStream(Protocol):
         """What was held back; an incomplete character becomes U+FFFD."""
 
 
+END_NAMES = ("<|im_end|>", "[EOS]", "[EOT]")
+"""Special tokens that end a turn or a text whatever the configs say: the two configs of a release name
+different ones of these, or only one, and a model stops at any."""
+
+
 class Tokenizer(Protocol):
+    specials: Mapping[str, int]
+    """Markers of special tokens, which ``encode`` reads as plain text unless `special` is true, and their
+    ids."""
+    end_tokens: frozenset[int]
+    """Those special tokens that are called like one of END_NAMES."""
+
     def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
         """Tokens of `text`. `start`: the text begins a sequence, so the tokenizer's own opening token (if
         it has one) comes first. `special`: markers of special tokens in `text` become those tokens."""
@@ -56,8 +73,18 @@ class Tokenizer(Protocol):
     def stream(self) -> TextStream: ...
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder; None where there is no tokenizer.json."""
+def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder; None where there is neither a tiktoken.model nor a
+    tokenizer.json.
+
+    Where both are there, the tiktoken.model counts: a tokenizer.json beside it was converted from it, and
+    the converters in circulation split text differently. `vocab_size` of the model, where it is known, is
+    held against the file.
+    """
+    if (folder / "tiktoken.model").exists():
+        from .tiktoken_tokenizer import TiktokenTokenizer
+
+        return TiktokenTokenizer(folder, vocab_size)
     path = folder / "tokenizer.json"
     return FileTokenizer(path) if path.exists() else None
 
@@ -75,15 +102,18 @@ def generation_eos(folder: Path) -> frozenset[int]:
 class ByteTokenizer:
     """Text as UTF-8 bytes: token ids 0 to 255. Ids past them have no text and show as U+FFFD."""
 
+    specials: Mapping[str, int] = MappingProxyType({})
+    end_tokens: frozenset[int] = frozenset()
+
     def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
-        return list(_utf8(text).encode())
+        return list(checked_text(text).encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return _decode(self.stream(), tokens)
+        return decode_with(self.stream(), tokens)
 
     def stream(self) -> TextStream:
         # 0xFF is in no UTF-8 text: it shows as U+FFFD by itself.
-        return _ByteStream(lambda token: bytes((min(token, 0xFF),)))
+        return ByteStream(lambda token: bytes((min(token, 0xFF),)))
 
 
 class FileTokenizer:
@@ -95,17 +125,19 @@ class FileTokenizer:
         self._plain.encode_special_tokens = True  # that is: encode their markers as ordinary text
         added = self._plain.get_added_tokens_decoder()
         self._text = {id_: "" if token.special else token.content for id_, token in added.items()}
+        self.specials: Mapping[str, int] = {token.content: id_ for id_, token in added.items() if token.special}
+        self.end_tokens = frozenset(self.specials[name] for name in END_NAMES if name in self.specials)
 
     def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
         tokenizer = self._with_special if special else self._plain
-        return list(tokenizer.encode(_utf8(text), add_special_tokens=start).ids)
+        return list(tokenizer.encode(checked_text(text), add_special_tokens=start).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return _decode(self.stream(), tokens)
+        return decode_with(self.stream(), tokens)
 
     def stream(self) -> TextStream:
         if type(self._plain.decoder).__name__ == "ByteLevel":
-            return _ByteStream(self._bytes)
+            return ByteStream(self._bytes)
         return _DecoderStream(self._plain)
 
     @cached_property
@@ -139,7 +171,8 @@ class FileTokenizer:
             return str(piece).encode()
 
 
-def _utf8(text: str) -> str:
+def checked_text(text: str) -> str:
+    """`text`; EngineError ``invalid_argument`` where it has a lone surrogate, which no encoding can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -147,11 +180,12 @@ def _utf8(text: str) -> str:
     return text
 
 
-def _decode(stream: TextStream, tokens: Sequence[int]) -> str:
+def decode_with(stream: TextStream, tokens: Sequence[int]) -> str:
+    """What a new `stream` makes of `tokens`, to the end."""
     return "".join(stream.push(token) for token in tokens) + stream.finish()
 
 
-class _ByteStream:
+class ByteStream:
     """Tokens are byte strings. A byte that can no longer become a character is U+FFFD at once."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
