@@ -23,12 +23,19 @@ def test_version_and_help() -> None:
     assert text.code == 0 and all(verb in text.out for verb in ("generate", "verify", "inspect", "doctor"))
 
 
-@pytest.mark.parametrize("command", ["generate", "verify"])
+@pytest.mark.parametrize("command", ["generate", "verify", "chat"])
 def test_documented_options_exist(command: str) -> None:
     """Catches an option that docs/cli.md promises and the command does not have, and the other way round."""
-    table = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `(--[a-z-]+)", table, re.MULTILINE))
-    shown = set(re.findall(r"^  (--[a-z-]+)", kdtree(command, "--help", COLUMNS="200").out, re.MULTILINE))
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    tables = [
+        part for part in text.split("\n## ") if part.startswith("Options of") and f"`{command}`" in part.split("\n")[0]
+    ]
+    rows = [line.split("|")[1] for table in tables for line in table.splitlines() if line.startswith("| `--")]
+    documented = {option for row in rows for option in re.findall(r"`(--[a-z0-9-]+)", row)}
+    shown = set()
+    for line in kdtree(command, "--help", COLUMNS="200").out.splitlines():
+        if line.startswith("  --"):
+            shown |= {option for option in re.findall(r"--[a-z0-9-]+", line.split("  ")[1])}
     assert shown - {"--help"} == documented
 
 
@@ -154,9 +161,7 @@ def test_terminal_is_not_driven_by_a_models_text(folder: Path) -> None:
     code, seen = on_terminal(*options, TERM="dumb", NO_COLOR="1")
     assert code == 0
     plain = kdtree(*options).out
-    assert any(ord(c) < 0x20 and c not in "\n\t" for c in plain), (
-        "the text has no control character: a weak test"
-    )
+    assert any(ord(c) < 0x20 and c not in "\n\t" for c in plain), "the text has no control character: a weak test"
     assert not re.search(rb"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]", seen)
     assert b"tokens/s" in seen
 

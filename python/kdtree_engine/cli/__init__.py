@@ -1,4 +1,4 @@
-"""The ``kdtree`` command: generate, verify, inspect, doctor.
+"""The ``kdtree`` command: generate, chat, verify, inspect, doctor.
 
 Results go to stdout, logs and progress to stderr. Exit codes are those of :mod:`kdtree_engine.cli.exits`.
 Options, environment variables and the JSON objects are described in docs/cli.md.

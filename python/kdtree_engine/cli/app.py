@@ -76,6 +76,42 @@ def generate(
 
 
 @app.command()
+def chat(
+    model: o.Model = None,
+    system: o.System = None,
+    chat_template: o.ChatTemplate = None,
+    thinking: o.Thinking = None,
+    max_tokens: o.MaxTokens = 4096,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = 0,
+    stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
+    drafter: o.Drafter = "auto",
+    draft_model: o.DraftModel = None,
+    budget: o.Budget = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = 0,
+    context: o.Context = None,
+    json: o.Json = False,
+) -> int:
+    """Talk to a model: one question a line from stdin, answers streamed to stdout.
+
+    Ctrl-C stops the answer and not the program. /reset forgets the conversation, /exit or the end of stdin
+    leaves; a question that begins with a slash is written with two.
+    """
+    arguments = dict(locals())
+    arguments |= dict.fromkeys(("prompt", "prompt_file", "prompt_tokens", "logprobs"))
+    from kdtree_engine.cli import chat as command
+
+    own = {name: arguments.pop(name) for name in ("system", "chat_template", "thinking")}
+    with Interruptible() as interruption:
+        return command.execute(o.RunOptions.from_arguments(arguments), **own, interruption=interruption)
+
+
+@app.command()
 def verify(
     model: o.Model = None,
     prompt: o.Prompt = None,

@@ -19,6 +19,8 @@ _PATHS = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": ("a
 _OPTIONAL = {
     "safetensors": "Hugging Face folders",
     "tokenizers": "text in and out",
+    "tiktoken": "Kimi's tokenizer",
+    "jinja2": "chat templates",
     "ml_dtypes": "bfloat16 arrays of .kdtr files in numpy",
     "torch": "tests against the reference implementation",
     "transformers": "tests against the reference implementation",

@@ -60,6 +60,15 @@ Context = Annotated[
     int | None,
     typer.Option(metavar="N", help="Prompt and generated tokens together, at most.", show_default=False),
 ]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default=False)]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Template in place of the model's own (jinja2).", show_default=False),
+]
+Thinking = Annotated[
+    bool | None,
+    typer.Option("--thinking/--no-thinking", help="Ask the template for it; left out: its own default."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
