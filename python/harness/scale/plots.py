@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from harness.scale.context import Context
 from harness.scale.series import PLOTS, Plot
@@ -39,7 +40,7 @@ def _draw(plot: Plot, path: Path) -> None:
     from matplotlib import pyplot
 
     # text stays text and names of elements depend on nothing, so that files are small and change only with their data
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "kdtree-engine", "font.size": 9.0}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "kdtree-engine", "font.size": 9.0}
     with matplotlib.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
         colours: dict[str, str] = {}
