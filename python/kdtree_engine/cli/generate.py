@@ -79,10 +79,9 @@ def _generate(
             for event in generation:
                 if not options.json:
                     out.write(_piece(engine, event))
-        except EngineError as e:
+        except EngineError:
             if generation.result is None or generation.result.error is None:
-                raise  # not the failure of a step, which the result tells
-            del e
+                raise  # a step's failure is in the result; this is another
         finally:
             interruption.cancel = None
             out.close()
