@@ -4,18 +4,20 @@ Members of one model family differ in numbers that look like details (rms_norm_e
 beta_fast 1 or 32, factor 32 or 64), and a wrong one gives fluent but wrong text. So every number is read
 from the file and none has a default; a field that this module does not know is an error, because it may
 change the maths; and a field that contradicts what the engine computes is an error that names it. What a
-``model_type`` implies without saying it in its config stands in one table, ARCHITECTURES.
+``model_type`` implies without saying it in its config stands in one table, config_architectures.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .config_architectures import ARCHITECTURES, IGNORABLE, WRAPPERS, Architecture, Wrapper
+from .config_quantization import Quantization, parse_quantization
 from .errors import fail
 
 __all__ = [
@@ -45,11 +47,9 @@ _INTEGERS = (
     "intermediate_size",
     "moe_intermediate_size",
     "num_experts_per_tok",
-    "first_k_dense_replace",
-    "n_group",
-    "topk_group",
     "max_position_embeddings",
 )
+_ROUTING = ("first_k_dense_replace", "n_group", "topk_group")  # integers that some architectures spell otherwise
 _INTEGERS_OR_NULL = ("q_lora_rank", "n_routed_experts", "n_shared_experts")  # null: no such part, stored as 0
 _REALS = ("routed_scaling_factor", "rms_norm_eps")
 _FLAGS = ("norm_topk_prob",)
@@ -57,6 +57,7 @@ _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
 
 FIELDS = (
     *_INTEGERS,
+    *_ROUTING,
     *_INTEGERS_OR_NULL,
     *_REALS,
     *_FLAGS,
@@ -68,84 +69,24 @@ FIELDS = (
 )
 """Every field of cpp/model/config.h."""
 
-# Fields that do not reach the forward pass of a decoder: bookkeeping, training, dropout (0 at inference),
-# token ids (read by `parse_eos`) and the number of multi-token-prediction layers (their weights are not
-# loaded).
-_IGNORABLE = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_from_model_config",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "aux_loss_alpha",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "ep_size",
-        "initializer_range",
-        "model_type",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "return_dict",
-        "router_aux_loss_coef",
-        "seq_aux",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What a ``model_type`` means beyond the numbers in its config."""
-
-    scoring: int  # of cpp/model/config.h: 0 sigmoid with correction bias (noaux_tc), 1 softmax (greedy)
-    rope_interleave: bool  # how the stored weights pair the rotated components, where the config does not say
-    only: Mapping[str, Any]  # fields that may be present, with the one value that the engine computes
-
-
-_DEEPSEEK_V3 = Architecture(
-    scoring=0,
-    rope_interleave=True,
-    only={
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1,
-        "quantization_config": None,
-        "sliding_window": None,
-    },
-)
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "deepseek_v3": _DEEPSEEK_V3,  # DeepSeek V3, V3.1, R1; Moonlight
-    "kimi_k2": _DEEPSEEK_V3,  # Kimi K2 and K2-Thinking: the same maths under another name
-}
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """A model as the engine sees it.
 
     ``fields`` holds exactly FIELDS, as floats; ``tie_word_embeddings``: the head is the embedding matrix and
-    the checkpoint stores it once; ``eos_token_ids``: what config.json says about the end of a text.
+    the checkpoint stores it once; ``eos_token_ids``: what config.json says about the end of a text;
+    ``quantization``: how the checkpoint's quantised tensors are stored, None where it has none;
+    ``placeholders``: ids of tokens that stand for images or video, which no prompt may hold; ``skipped``:
+    prefixes of the tensors of a multimodal model's other parts.
     """
 
     fields: Mapping[str, float]
     model_type: str = ""
     tie_word_embeddings: bool = False
     eos_token_ids: frozenset[int] = frozenset()
+    quantization: Quantization | None = None
+    placeholders: frozenset[int] = frozenset()
+    skipped: tuple[str, ...] = ()
 
     def __getitem__(self, field: str) -> float:
         return self.fields[field]
@@ -217,18 +158,20 @@ class _Reader:
         self.where = where
 
     def read(self, latent_norm_eps: float) -> ModelConfig:
-        model_type = self.left.get("model_type")
-        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            fail("unsupported", f"{self.where}: model_type {model_type!r} is not supported; known: {known}")
+        model_type = self.model_type([*ARCHITECTURES, *WRAPPERS])
+        if model_type in WRAPPERS:
+            return self.unwrap(WRAPPERS[model_type], model_type, latent_norm_eps)
         architecture = ARCHITECTURES[model_type]
         self.check_only(architecture.only)
         eos = parse_eos(self.left, self.where)
         tied = self.flag("tie_word_embeddings", default=False)
+        quantization = self.quantization()
         fields: dict[str, float] = {key: self.integer(key) for key in _INTEGERS}
         fields |= {key: self.integer(key, nullable=True) for key in _INTEGERS_OR_NULL}
         fields |= {key: self.real(key) for key in _REALS}
         fields |= {key: float(self.flag(key)) for key in _FLAGS}
+        fields |= self.dense_layers(architecture, fields["num_hidden_layers"])
+        fields |= self.groups(architecture, bool(fields["norm_topk_prob"]))
         fields["scoring"] = float(architecture.scoring)
         fields["latent_norm_eps"] = latent_norm_eps
         fields["rope_interleave"] = float(self.flag("rope_interleave", default=architecture.rope_interleave))
@@ -237,13 +180,98 @@ class _Reader:
         self.check_derived("num_key_value_heads", fields["num_attention_heads"], "num_attention_heads")
         self.check_derived("head_dim", rope, "qk_rope_head_dim")
         self.check_derived("qk_head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
-        self.check_derived("num_local_experts", fields["n_routed_experts"], "n_routed_experts")
+        for key in ("num_local_experts", "num_experts"):
+            self.check_derived(key, fields["n_routed_experts"], "n_routed_experts")
+        self.finish(IGNORABLE)
+        assert set(fields) == set(FIELDS)
+        return ModelConfig(fields, model_type, tied, eos, quantization)
 
-        unknown = sorted(set(self.left) - _IGNORABLE)
+    def unwrap(self, wrapper: Wrapper, model_type: str, latent_norm_eps: float) -> ModelConfig:
+        """The text part of a multimodal model. What inner and outer object both say must be the same."""
+        inner = self.take(wrapper.text)
+        if not isinstance(inner, Mapping):
+            self.bad(f"{wrapper.text} is {inner!r}; expected an object")
+        reader = _Reader(inner, f"{self.where}: {wrapper.text}")
+        reader.model_type(wrapper.text_types)
+        quantization = self.quantization()
+        tied = self.flag("tie_word_embeddings") if "tie_word_embeddings" in self.left else None
+        if tied is None and "tie_word_embeddings" not in inner:
+            self.bad("the field tie_word_embeddings is missing")
+        if tied is not None and inner.get("tie_word_embeddings", tied) is not tied:
+            self.bad(f"tie_word_embeddings is {tied}, but {wrapper.text} says {inner['tie_word_embeddings']!r}")
+        text = reader.read(latent_norm_eps)
+        if None not in (quantization, text.quantization) and quantization != text.quantization:
+            self.bad(f"quantization_config contradicts the one in {wrapper.text}")
+        found = [key for key in wrapper.placeholder if key in self.left]
+        if not found:
+            self.bad(f"the field {wrapper.placeholder[0]} is missing")
+        placeholders = frozenset(int(self.integer(key)) for key in found)
+        eos = parse_eos(self.left, self.where)
+        self.finish(IGNORABLE | wrapper.ignorable)
+        return replace(
+            text,
+            model_type=model_type,
+            tie_word_embeddings=text.tie_word_embeddings if tied is None else tied,
+            eos_token_ids=text.eos_token_ids | eos,
+            quantization=quantization or text.quantization,
+            placeholders=placeholders,
+            skipped=wrapper.skipped,
+        )
+
+    def model_type(self, known: Collection[str]) -> str:
+        value = self.left.get("model_type")
+        if not isinstance(value, str) or value not in known:
+            fail(
+                "unsupported",
+                f"{self.where}: model_type {value!r} is not supported; known: {', '.join(known)}",
+            )
+        return value
+
+    def quantization(self) -> Quantization | None:
+        value = self.left.pop("quantization_config", None)
+        return None if value is None else parse_quantization(value, f"{self.where}: quantization_config")
+
+    def dense_layers(self, architecture: Architecture, layers: float) -> dict[str, float]:
+        """first_k_dense_replace, or mlp_layer_types: "dense" so many times, then "sparse"."""
+        key = "first_k_dense_replace"
+        types = self.left.pop("mlp_layer_types", None) if architecture.dense_layers == "mlp_layer_types" else None
+        if types is None:
+            return {key: self.integer(key)}
+        dense = types.count("dense") if isinstance(types, list) else 0
+        if types != ["dense"] * dense + ["sparse"] * (int(layers) - dense):
+            shown = _listed(map(repr, types)) if isinstance(types, list) else repr(types)
+            fail(
+                "unsupported",
+                f"{self.where}: mlp_layer_types is {shown}; expected {layers:.0f} entries, first 'dense' ones, "
+                "then 'sparse' ones",
+            )
+        self.check_derived(key, dense, "the dense entries of mlp_layer_types")
+        return {key: float(dense)}
+
+    def groups(self, architecture: Architecture, normalised: bool) -> dict[str, float]:
+        """n_group and topk_group. The softmax router names its choice of experts; greedy has no groups."""
+        if architecture.router is None:
+            return {key: self.integer(key) for key in ("n_group", "topk_group")}
+        method = self.take(architecture.router)
+        if method not in ("greedy", "group_limited_greedy"):
+            fail(
+                "unsupported",
+                f"{self.where}: {architecture.router} is {method!r}; only 'greedy' and 'group_limited_greedy' "
+                "are supported",
+            )
+        if normalised:
+            # The original implementation then leaves the scaling factor out, others the normalisation.
+            fail("unsupported", f"{self.where}: norm_topk_prob is true, which implementations read differently")
+        if method == "group_limited_greedy":
+            return {key: self.integer(key) for key in ("n_group", "topk_group")}
+        for key in ("n_group", "topk_group"):
+            self.check_derived(key, 1, "a router without groups")
+        return {"n_group": 1.0, "topk_group": 1.0}
+
+    def finish(self, ignorable: Collection[str]) -> None:
+        unknown = sorted(set(self.left) - set(ignorable))
         if unknown:
             self.bad(f"unknown field {_listed(unknown)}, which may change what the model computes")
-        assert set(fields) == set(FIELDS)
-        return ModelConfig(fields, model_type, tied, eos)
 
     def bad(self, message: str) -> NoReturn:
         fail("bad_model", f"{self.where}: {message}")
@@ -277,13 +305,6 @@ class _Reader:
             value = self.left.pop(key, wanted)
             if value == wanted and isinstance(value, bool) == isinstance(wanted, bool):
                 continue
-            if key == "quantization_config":
-                method = value.get("quant_method") if isinstance(value, dict) else value
-                fail(
-                    "unsupported",
-                    f"{self.where}: quantization_config ({method}) is not supported; "
-                    "expected weights in bf16, f16 or f32",
-                )
             fail("unsupported", f"{self.where}: {key} is {value!r}; only {wanted!r} is supported")
 
     def check_derived(self, key: str, wanted: float, meaning: str) -> None:
