@@ -40,13 +40,19 @@ TensorView view(const AnyArray& array, const std::string& name) {
         v.dtype = DType::bf16;
     else if (t == nb::dtype<int32_t>())
         v.dtype = DType::i32;
+    else if (t == nb::dtype<uint8_t>())
+        v.dtype = DType::u8;
     else
-        fail(ErrorCode::bad_model, "tensor %s: the array must be float32, uint16 (bf16 bits) or int32",
-             name.c_str());
+        fail(ErrorCode::bad_model,
+             "tensor %s: the array must be float32, uint16 (bf16 bits), int32 or uint8 (fp8)", name.c_str());
     for (size_t i = 0; i < array.ndim(); ++i) v.shape.push_back(static_cast<int64_t>(array.shape(i)));
     v.data = array.data();
     v.bytes = array.nbytes();
     return v;
+}
+
+Rounding rounding(bool round_to_bf16) {
+    return round_to_bf16 ? Rounding::bf16 : Rounding::exact;
 }
 
 // Hands a vector to numpy without a copy.
@@ -138,13 +144,29 @@ void bind_builder(nb::module_& m) {
             "A float32 array, or uint16 holding bf16 bits: a matrix [out, in] or a vector [n].")
         .def(
             "add_w4a16",
-            [](EngineBuilder& b, const std::string& module, const AnyArray& qw, const AnyArray& sc) {
+            [](EngineBuilder& b, const std::string& module, const AnyArray& qw, const AnyArray& sc,
+               bool round_to_bf16) {
                 const TensorView words = view(qw, module + ".qw"), scales = view(sc, module + ".sc");
                 nb::gil_scoped_release release;
-                b.loader().add_w4a16(module, words, scales);
+                b.loader().add_w4a16(module, words, scales, rounding(round_to_bf16));
             },
-            "module"_a, "qw"_a.noconvert(), "sc"_a.noconvert(),
-            "An INT4 matrix: qw int32 [out, in / 8], sc float32 or uint16 (bf16 bits) [out, in / 32].")
+            "module"_a, "qw"_a.noconvert(), "sc"_a.noconvert(), "round_to_bf16"_a = false,
+            "An INT4 matrix: qw int32 [out, in / 8], sc float32 or uint16 (bf16 bits) [out, in / 32]. With "
+            "round_to_bf16 it becomes a bf16 matrix.")
+        .def(
+            "add_fp8",
+            [](EngineBuilder& b, const std::string& name, const AnyArray& codes, const AnyArray& scales,
+               bool round_to_bf16) {
+                const TensorView c = view(codes, name), s = view(scales, name + "_scale_inv");
+                nb::gil_scoped_release release;
+                b.loader().add_fp8(name, c, s, rounding(round_to_bf16));
+            },
+            "name"_a, "codes"_a.noconvert(), "scales"_a.noconvert(), "round_to_bf16"_a = false,
+            "An fp8 e4m3 matrix: codes uint8 [out, in], scales float32 [ceil(out / 128), ceil(in / 128)]. It "
+            "becomes bf16 where that is exact or asked for, else float32.")
+        .def_prop_ro(
+            "memory_available", [](EngineBuilder& b) { return b.memory_available(); },
+            "Bytes that the device can still hand out.")
         .def(
             "finish", [](EngineBuilder& b) { return std::const_pointer_cast<Engine>(b.finish()); },
             "The engine; Error when a tensor is missing.");

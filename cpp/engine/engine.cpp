@@ -38,9 +38,13 @@ EngineBuilder::EngineBuilder(const std::map<std::string, double>& config, const 
     loader_ = std::make_unique<WeightLoader>(engine_->config(), engine_->backend());
 }
 
-std::shared_ptr<const Engine> EngineBuilder::finish() {
+WeightLoader& EngineBuilder::loader() {
     if (!loader_) fail(ErrorCode::invalid_argument, "this builder has already made its engine");
-    engine_->weights_ = loader_->finish();
+    return *loader_;
+}
+
+std::shared_ptr<const Engine> EngineBuilder::finish() {
+    engine_->weights_ = loader().finish();
     loader_.reset();
     return std::move(engine_);
 }

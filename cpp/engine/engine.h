@@ -50,8 +50,9 @@ class Engine {
 class EngineBuilder {
   public:
     EngineBuilder(const std::map<std::string, double>& config, const DeviceOptions& options);
-    WeightLoader& loader() { return *loader_; }
+    WeightLoader& loader();  // throws once `finish` has been called
     const ModelConfig& config() const { return engine_->config(); }
+    size_t memory_available() { return loader().backend().memory_available(); }
     std::shared_ptr<const Engine> finish();
 
   private:

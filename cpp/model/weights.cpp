@@ -64,8 +64,9 @@ void WeightLoader::expect_layer(int layer) {
     }
     expect_matrix(attention + "kv_a_proj_with_mqa", c.cache_width(), c.hidden_size, &w.kv_a);
     expect_vector(attention + "kv_a_layernorm.weight", c.kv_lora_rank, &w.kv_a_norm);
-    // kv_b is absorbed into q and o, one half of it transposed: it stays in floating point.
+    // kv_b is absorbed into q and o, one half of it transposed: floating point, dequantised where it is INT4.
     Slot kv_b;
+    kv_b.may_be_int4 = true;
     kv_b.shape = {heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank};
     kv_b.kv_b_layer = layer;
     slots_[attention + "kv_b_proj.weight"] = kv_b;
@@ -180,7 +181,8 @@ void WeightLoader::add_kv_b(const std::string& name, int layer, const TensorView
         upload(uint16_t{});
 }
 
-void WeightLoader::add_w4a16(const std::string& module, const TensorView& qw, const TensorView& sc) {
+void WeightLoader::add_w4a16(const std::string& module, const TensorView& qw, const TensorView& sc,
+                             Rounding rounding) {
     const std::string qw_name = module + ".qw", sc_name = module + ".sc";
     Slot& slot = claim(module + ".weight", qw_name);
     if (!slot.may_be_int4)
@@ -197,6 +199,10 @@ void WeightLoader::add_w4a16(const std::string& module, const TensorView& qw, co
     check_float(sc_name, sc.dtype);
     check_shape(qw_name, qw.shape, {out, in / 8});
     check_shape(sc_name, sc.shape, {out, in / kGroupSize});
+    if (rounding != Rounding::exact || slot.matrix == nullptr) {
+        add(module + ".weight", dequantize_w4a16(qw, sc, rounding, module).view(slot.shape));
+        return;
+    }
     HostMatrix m;
     m.kind = WeightKind::w4a16;
     m.out = static_cast<int>(out);
@@ -206,6 +212,20 @@ void WeightLoader::add_w4a16(const std::string& module, const TensorView& qw, co
     m.scale_dtype = sc.dtype;
     *slot.matrix = backend_.upload_matrix(m, module);
     slot.bound = true;
+}
+
+void WeightLoader::add_fp8(const std::string& name, const TensorView& codes, const TensorView& scales,
+                           Rounding rounding) {
+    Slot& slot = claim(name, name);
+    if (slot.vector != nullptr)
+        fail(ErrorCode::bad_model, "tensor %s is a vector; only matrices come in fp8", name.c_str());
+    if (codes.dtype != DType::u8 || scales.dtype != DType::f32)
+        fail(ErrorCode::bad_model, "tensor %s has codes of type %s and scales of type %s; expected u8 and f32",
+             name.c_str(), dtype_name(codes.dtype), dtype_name(scales.dtype));
+    const auto blocks = [](int64_t n) { return (n + kFp8Block - 1) / kFp8Block; };
+    check_shape(name, codes.shape, slot.shape);
+    check_shape(name + "_scale_inv", scales.shape, {blocks(slot.shape[0]), blocks(slot.shape[1])});
+    add(name, dequantize_fp8(codes, scales, rounding, name).view(slot.shape));
 }
 
 ModelWeights WeightLoader::finish() {

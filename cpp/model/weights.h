@@ -8,6 +8,7 @@
 #include "backend/backend.h"
 #include "core/tensor.h"
 #include "model/config.h"
+#include "model/dequantize.h"
 
 namespace kdt {
 
@@ -48,10 +49,16 @@ class WeightLoader {
     WeightLoader(const ModelConfig& config, Backend& backend);
 
     std::vector<ExpectedTensor> expected() const;
+    Backend& backend() const { return backend_; }
     // f32 or bf16. Each expected tensor once; anything else is an error that names it.
     void add(const std::string& name, const TensorView& tensor);
-    // `module` is the name without .weight. qw: i32 [out, in / 8]; sc: f32 or bf16 [out, in / 32].
-    void add_w4a16(const std::string& module, const TensorView& qw, const TensorView& sc);
+    // `module` is the name without .weight. qw: i32 [out, in / 8]; sc: f32 or bf16 [out, in / 32]. Stays INT4
+    // with `exact` rounding, but for kv_b, which is absorbed into its neighbours and becomes f32.
+    void add_w4a16(const std::string& module, const TensorView& qw, const TensorView& sc,
+                   Rounding rounding = Rounding::exact);
+    // codes: u8 [out, in], fp8 e4m3; scales: f32 [ceil(out / 128), ceil(in / 128)]. Dequantised here.
+    void add_fp8(const std::string& name, const TensorView& codes, const TensorView& scales,
+                 Rounding rounding = Rounding::exact);
     // Throws when a tensor is missing.
     ModelWeights finish();
 

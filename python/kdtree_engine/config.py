@@ -21,7 +21,6 @@ from .config_quantization import Quantization, parse_quantization
 from .errors import fail
 
 __all__ = [
-    "ARCHITECTURES",
     "DEFAULT_LATENT_NORM_EPS",
     "FIELDS",
     "ModelConfig",
@@ -104,11 +103,11 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object; EngineError ``bad_file`` for anything else, for a repeated key and for NaN."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                fail("bad_file", f"{where}: the key {key!r} appears twice")
-            found[key] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            fail("bad_file", f"{where}: the key {twice!r} appears twice")
         return found
 
     def refuse(constant: str) -> Any:
@@ -237,13 +236,14 @@ class _Reader:
         types = self.left.pop("mlp_layer_types", None) if architecture.dense_layers == "mlp_layer_types" else None
         if types is None:
             return {key: self.integer(key)}
-        dense = types.count("dense") if isinstance(types, list) else 0
-        if types != ["dense"] * dense + ["sparse"] * (int(layers) - dense):
-            shown = _listed(map(repr, types)) if isinstance(types, list) else repr(types)
+        if not isinstance(types, list):
+            self.bad(f"mlp_layer_types is {types!r}; expected a list")
+        dense = types.count("dense")
+        if len(types) != layers or types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
             fail(
                 "unsupported",
-                f"{self.where}: mlp_layer_types is {shown}; expected {layers:.0f} entries, first 'dense' ones, "
-                "then 'sparse' ones",
+                f"{self.where}: mlp_layer_types is {_listed(map(repr, types))}; expected {layers:.0f} entries, "
+                "'dense' ones first, then 'sparse' ones",
             )
         self.check_derived(key, dense, "the dense entries of mlp_layer_types")
         return {key: float(dense)}

@@ -32,7 +32,7 @@ class Architecture:
 
 
 # Switches of every architecture, and those of transformers' base class that could change a forward pass.
-_NEUTRAL: Mapping[str, Any] = {
+_NEUTRAL: dict[str, Any] = {
     "add_cross_attention": False,
     "attention_bias": False,
     "chunk_size_feed_forward": 0,

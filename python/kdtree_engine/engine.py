@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _native
-from .checkpoint import Bundle, Progress, naming, open_checkpoint
+from .checkpoint import ROUNDINGS, Bundle, Progress, Rounding, naming, open_checkpoint
 from .config import ModelConfig
 from .errors import EngineError, fail
 from .sampling import integer
@@ -66,6 +66,7 @@ class Engine:
         context: int | None = None,
         progress: Progress | None = None,
         latent_norm_eps: float | None = None,
+        rounding: Rounding = "exact",
     ) -> Engine:
         """Load a Hugging Face folder or a .kdtr bundle.
 
@@ -73,11 +74,15 @@ class Engine:
         have it, else the CPU. `threads` of the CPU, 0 for one per usable core. `context`: how many tokens a
         session may hold unless it asks for another number; None is the smaller of the model's limit and
         8192. `progress` is called with (bytes loaded, bytes in all). `latent_norm_eps`: see
-        ``config.DEFAULT_LATENT_NORM_EPS``; None takes that default, or what a bundle says.
+        ``config.DEFAULT_LATENT_NORM_EPS``; None takes that default, or what a bundle says. `rounding` of
+        quantised weights: ``"exact"`` keeps the value code x scale (INT4 stays INT4), ``"bf16"`` rounds it to
+        bf16 and stores that, as libraries do which dequantise (docs/numerics.md).
 
         Raises EngineError; nothing stays behind then.
         """
         integer(threads, "threads", 0, 1024)
+        if rounding not in ROUNDINGS:
+            fail("invalid_argument", f"rounding is {rounding!r}; expected one of {', '.join(ROUNDINGS)}")
         with open_checkpoint(path, latent_norm_eps) as checkpoint:
             config = checkpoint.config
             wanted = integer(context, "context", 1, _positions(config)) if context is not None else 0
@@ -85,7 +90,7 @@ class Engine:
             checkpoint.check_extent()
             with naming(checkpoint.path, "bad_model"):
                 builder = _builder(config, device, threads)
-            checkpoint.load_into(builder, progress)
+            checkpoint.load_into(builder, progress, rounding)
             native = builder.finish()
             recorded = checkpoint.recorded() if isinstance(checkpoint, Bundle) else None
         return cls(native, checkpoint.path, config, tokenizer, eos, wanted, recorded)

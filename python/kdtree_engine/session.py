@@ -97,6 +97,7 @@ class Session:
             ids = tokenizer.encode(text, start=not self.native.tokens)
         else:
             ids = [integer(token, "a token id", 0, 2**31 - 1) for token in tokens or ()]
+        self._refuse_placeholders(ids)
         self._abandon()
         self.native.append(ids)
         return ids
@@ -108,8 +109,17 @@ class Session:
 
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens and compute them at once; float32 logits [len(tokens), vocab] after each of them."""
+        ids = [integer(token, "a token id", 0, 2**31 - 1) for token in tokens]
+        self._refuse_placeholders(ids)
         self._abandon()
-        return self.native.score([integer(token, "a token id", 0, 2**31 - 1) for token in tokens])
+        return self.native.score(ids)
+
+    def _refuse_placeholders(self, tokens: Sequence[int]) -> None:
+        """A multimodal model replaces these tokens' embeddings by an image's; their own mean nothing."""
+        placeholders = self.engine.config.placeholders
+        found = next((token for token in tokens if token in placeholders), None)
+        if found is not None:
+            fail("unsupported", f"token {found} stands for an image or a video; this engine takes text only")
 
     def generate(
         self,

@@ -152,13 +152,31 @@ def test_a_bad_bundle_is_refused_by_name(tmp_path: Path, what: str) -> None:
 
 
 def test_int4_where_none_may_be(tmp_path: Path) -> None:
-    """kv_b is absorbed into its neighbours: it stays in floating point."""
+    """The embedding is a table that rows are read from, no matrix of a product."""
     arrays = bundle()
-    del arrays[f"{KV_B}.weight"]
-    arrays |= {f"{KV_B}.qw": np.zeros((44, 3), np.int32), f"{KV_B}.sc": np.ones((44, 1), np.float32)}
-    with pytest.raises(EngineError, match=KV_B) as caught:
+    del arrays["model.embed_tokens.weight"]
+    words, scales = np.zeros((64, 4), np.int32), np.ones((64, 1), np.float32)
+    arrays |= {"model.embed_tokens.qw": words, "model.embed_tokens.sc": scales}
+    with pytest.raises(EngineError, match="embed_tokens") as caught:
         load(tmp_path, arrays)
     assert caught.value.code == "unsupported"
+
+
+def test_int4_of_kv_b_is_dequantised_exactly(tmp_path: Path) -> None:
+    """kv_b is absorbed into its neighbours, half of it transposed: its groups of 32 do not survive that. Left
+    out or rounded, the logits would be other ones."""
+    config = CONFIG32 | {"kv_lora_rank": 32}
+    arrays = weights(config)
+    arrays |= {f"config.{k}": np.array(v, np.float64) for k, v in parse_config(config).fields.items()}
+    rng = np.random.default_rng(2)
+    words = rng.integers(-(2**31), 2**31, (44, 4)).astype(np.int32)
+    scales = rng.uniform(0.01, 0.1, (44, 1)).astype(np.float32)
+    arrays[f"{KV_B}.weight"] = dequantised(words, scales)
+    (tmp_path / "float").mkdir()
+    expected = load(tmp_path / "float", arrays).session().score([1, 2, 3])
+    del arrays[f"{KV_B}.weight"]
+    arrays |= {f"{KV_B}.qw": words, f"{KV_B}.sc": scales}
+    assert load(tmp_path, arrays).session().score([1, 2, 3]).tobytes() == expected.tobytes()
 
 
 def test_data_without_a_config_is_no_model(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from folders import CONFIG
 
 from kdtree_engine import EngineError, _native
-from kdtree_engine.config import ARCHITECTURES, FIELDS, load_json, parse_config, parse_eos
+from kdtree_engine.config import FIELDS, load_json, parse_config, parse_eos
+from kdtree_engine.config_architectures import ARCHITECTURES, WRAPPERS
 
 NUMBERS = [
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
@@ -120,12 +121,12 @@ def test_a_contradicting_or_unknown_field_is_refused_by_name(field: str, value: 
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "deepseek_v2", "kimi_k25", "kimi_linear", "", None, 3, ["deepseek_v3"]]
+    "model_type", ["llama", "deepseek_v32", "kimi_k3", "kimi_linear", "", None, 3, ["deepseek_v3"]]
 )
 def test_an_unknown_architecture_names_the_known_ones(model_type: Any) -> None:
     code, message = refused(changed(model_type=model_type))
     assert code == "unsupported" and repr(model_type) in message
-    assert all(known in message for known in ARCHITECTURES)
+    assert all(known in message for known in [*ARCHITECTURES, *WRAPPERS])
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name() -> None:
