@@ -220,8 +220,9 @@ void WeightLoader::add_fp8(const std::string& name, const TensorView& codes, con
     if (slot.vector != nullptr)
         fail(ErrorCode::bad_model, "tensor %s is a vector; only matrices come in fp8", name.c_str());
     if (codes.dtype != DType::u8 || scales.dtype != DType::f32)
-        fail(ErrorCode::bad_model, "tensor %s has codes of type %s and scales of type %s; expected u8 and f32",
-             name.c_str(), dtype_name(codes.dtype), dtype_name(scales.dtype));
+        fail(ErrorCode::bad_model,
+             "tensor %s has codes of type %s and scales of type %s; expected u8 and f32", name.c_str(),
+             dtype_name(codes.dtype), dtype_name(scales.dtype));
     const auto blocks = [](int64_t n) { return (n + kFp8Block - 1) / kFp8Block; };
     check_shape(name, codes.shape, slot.shape);
     check_shape(name + "_scale_inv", scales.shape, {blocks(slot.shape[0]), blocks(slot.shape[1])});
