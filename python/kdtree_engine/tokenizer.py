@@ -72,6 +72,10 @@ class Tokenizer(Protocol):
 
     def stream(self) -> TextStream: ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What `token` adds to a text, in UTF-8; a token may be half a character. Empty for special tokens
+        and for rows of the embedding that no text uses."""
+
 
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder; None where there is neither a tiktoken.model nor a
@@ -112,8 +116,10 @@ class ByteTokenizer:
         return decode_with(self.stream(), tokens)
 
     def stream(self) -> TextStream:
-        # 0xFF is in no UTF-8 text: it shows as U+FFFD by itself.
-        return ByteStream(lambda token: bytes((min(token, 0xFF),)))
+        return ByteStream(self.token_bytes)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((min(token, 0xFF),))  # 0xFF is in no UTF-8 text: it shows as U+FFFD by itself
 
 
 class FileTokenizer:
@@ -123,6 +129,7 @@ class FileTokenizer:
         self._path = path
         self._plain = self._read()
         self._plain.encode_special_tokens = True  # that is: encode their markers as ordinary text
+        self._byte_level = type(self._plain.decoder).__name__ == "ByteLevel"
         added = self._plain.get_added_tokens_decoder()
         self._text = {id_: "" if token.special else token.content for id_, token in added.items()}
         self.specials: Mapping[str, int] = {token.content: id_ for id_, token in added.items() if token.special}
@@ -136,9 +143,10 @@ class FileTokenizer:
         return decode_with(self.stream(), tokens)
 
     def stream(self) -> TextStream:
-        if type(self._plain.decoder).__name__ == "ByteLevel":
-            return ByteStream(self._bytes)
-        return _DecoderStream(self._plain)
+        return ByteStream(self._bytes) if self._byte_level else _DecoderStream(self._plain)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes(token) if self._byte_level else str(self._plain.decode([token])).encode()
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:

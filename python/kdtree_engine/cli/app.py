@@ -147,6 +147,28 @@ def verify(
 
 
 @app.command()
+def perplexity(
+    model: o.Model = None,
+    text: o.Text = None,
+    window: o.Window = None,
+    stride: o.Stride = None,
+    limit: o.Limit = None,
+    device: o.Device = "auto",
+    threads: o.Threads = 0,
+    json: o.Json = False,
+) -> int:
+    """Score a text: bits per byte, bits per token, perplexity.
+
+    Long texts are scored by windows that overlap; every token but the first counts once.
+    """
+    arguments = dict(locals())
+    from kdtree_engine.cli import perplexity as command
+
+    with Interruptible():
+        return command.execute(command.Options.from_arguments(arguments))
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Hugging Face folder, or a .kdtr file.")],
     json: o.Json = False,

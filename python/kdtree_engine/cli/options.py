@@ -60,6 +60,18 @@ Context = Annotated[
     int | None,
     typer.Option(metavar="N", help="Prompt and generated tokens together, at most.", show_default=False),
 ]
+Text = Annotated[
+    str | None,
+    typer.Option(metavar="F|-", help="File with the text, UTF-8, or stdin (-).", show_default=False),
+]
+Window = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens that a window computes.", show_default="2048")
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Tokens between windows; fewer: more context.", show_default="half a window"),
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", help="Only the first N tokens.", show_default=False)]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default=False)]
 ChatTemplate = Annotated[
     str | None,
@@ -111,15 +123,15 @@ class RunOptions:
         a = dict(arguments)
         if a["model"] is None:
             raise UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
-        _within("--max-tokens", a["max_tokens"], 1, 2**31 - 1)
-        _within("--top-k", a["top_k"], 0, 2**31 - 1)
-        _within("--threads", a["threads"], 0, 1024)
-        _within("--context", a["context"], 1, 2**31 - 1)
-        _within("--logprobs", a["logprobs"], 0, 1024)
-        _within("--seed", a["seed"], 0, 2**64 - 1)
-        _within("--temperature", a["temperature"], 0.0, 1e6)
-        _within("--top-p", a["top_p"], 0.0, 1.0)
-        _within("--min-p", a["min_p"], 0.0, 1.0)
+        within("--max-tokens", a["max_tokens"], 1, 2**31 - 1)
+        within("--top-k", a["top_k"], 0, 2**31 - 1)
+        within("--threads", a["threads"], 0, 1024)
+        within("--context", a["context"], 1, 2**31 - 1)
+        within("--logprobs", a["logprobs"], 0, 1024)
+        within("--seed", a["seed"], 0, 2**64 - 1)
+        within("--temperature", a["temperature"], 0.0, 1e6)
+        within("--top-p", a["top_p"], 0.0, 1.0)
+        within("--min-p", a["min_p"], 0.0, 1.0)
         if a["top_p"] == 0.0:
             raise UsageProblem(
                 "--top-p is 0, which keeps no token; use 1 to keep all, or --temperature 0 for greedy"
@@ -134,10 +146,7 @@ class RunOptions:
             raise UsageProblem(
                 f"{named}: this version has no DFlash drafter; use --drafter auto, ngram or none"
             )
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", a["device"]):
-            raise UsageProblem(
-                f"--device is {a['device']!r}; it must be auto, cpu or cuda, or cuda:N with a number N"
-            )
+        check_device(a["device"])
         a["stop"] = list(a["stop"] or [])
         if any(not text for text in a["stop"]):
             raise UsageProblem("--stop is an empty text, which every output contains; leave it out")
@@ -146,9 +155,14 @@ class RunOptions:
         return cls(**a)
 
 
-def _within(name: str, value: float | None, low: float, high: float) -> None:
+def within(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:  # NaN fails both comparisons
         raise UsageProblem(f"{name} is {value}; it must lie between {low:.12g} and {high:.20g}")
+
+
+def check_device(device: str) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        raise UsageProblem(f"--device is {device!r}; it must be auto, cpu or cuda, or cuda:N with a number N")
 
 
 def _budget(text: str) -> int | Literal["auto"]:
@@ -176,7 +190,7 @@ def _prompt(text: str | None, file: str | None, tokens: str | None) -> tuple[str
     if tokens is not None:
         return None, _token_list(tokens)
     if file is not None:
-        text = _read_prompt(file)
+        text = read_text("--prompt-file", file)
         if not text:
             raise UsageProblem(f"the prompt is empty ({'stdin' if file == '-' else file} holds no text)")
     if text is None:
@@ -201,14 +215,15 @@ def _token_list(text: str) -> list[int]:
     return tokens
 
 
-def _read_prompt(file: str) -> str:
+def read_text(option: str, file: str) -> str:
+    """The text in a file, or on stdin (`-`). Raises Failure naming `option`."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as e:
-        raise Failure(f"--prompt-file {file} cannot be read: {e.strerror or e}") from None
+        raise Failure(f"{option} {file} cannot be read: {e.strerror or e}") from None
     except AttributeError:  # stdin is closed: sys.stdin is None
-        raise Failure("--prompt-file -: stdin is closed") from None
+        raise Failure(f"{option} -: stdin is closed") from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise Failure(f"--prompt-file {file} is not valid UTF-8 at byte {e.start}") from None
+        raise Failure(f"{option} {file} is not valid UTF-8 at byte {e.start}") from None
