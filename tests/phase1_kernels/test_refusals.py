@@ -228,22 +228,22 @@ def test_number_of_threads() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fesetround of the C library")
-@pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00])  # downward, upward, toward zero
-def test_callers_rounding_mode_does_not_matter_and_stays(mode: int) -> None:
-    """Catches results that depend on what another library did to the floating-point mode of the calling thread, and
-    a mode that is not put back."""
+@pytest.mark.parametrize(("mode", "threads"), [(0x400, 5), (0x800, 6), (0xC00, 7)])  # downward, upward, toward zero
+def test_callers_rounding_mode_does_not_matter_and_stays(mode: int, threads: int) -> None:
+    """Catches results that depend on what another library did to the floating-point mode of the calling thread, which
+    new threads inherit (no other test uses these thread counts), and a mode that is not put back."""
     libm = ctypes.CDLL("libm.so.6")
     rng = np.random.default_rng(2)
-    w = matrix(rng, "f32", 300, 400).packed
+    w = matrix(rng, "f32", 1200, 400).packed
     x = normal(rng, 3, 400)
     plain = ops.linear(x, w, threads=2)
     libm.fesetround(mode)
     try:
-        got = ops.linear(x, w, threads=2)
+        fresh, used = ops.linear(x, w, threads=threads), ops.linear(x, w, threads=2)
         kept = libm.fegetround()
     finally:
         libm.fesetround(0)
-    assert same_bits(got, plain) and kept == mode
+    assert same_bits(fresh, plain) and same_bits(used, plain) and kept == mode
 
 
 def test_callers_on_several_threads() -> None:

@@ -157,6 +157,16 @@ def test_the_maximum_is_found_in_every_place() -> None:
     assert select(zeros, 0, SampleParams()) == 1
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)])
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_border_of_top_p(top_p: float, kept: int, top_k: int) -> None:
+    """Catches <= for <: of four equal tokens, exactly those before which less than top_p has been summed are drawn."""
+    x = np.full((200, 5), -np.inf, dtype=np.float32)
+    x[:, 1:] = 0.5
+    token = ops.select(x, np.arange(200, dtype=np.int32), temperature=1.0, top_p=top_p, top_k=top_k)
+    assert set(token.tolist()) == set(range(1, 1 + kept))
+
+
 def test_infinite_and_tiny() -> None:
     """Catches inf - inf in the shifted logits and overflow of a tiny temperature, which would leave NaN to choose
     from."""
