@@ -106,8 +106,8 @@ const PackedMatrix& CpuBackend::packed(const Weight& weight) {
 double CpuBackend::stream_sum(const float* x, size_t n) {
     const Op op(*this);
     std::vector<double> sums(static_cast<size_t>(pool_.size()), 0.0);
-    pool_.split(static_cast<int64_t>(n), 1 << 16, [&](int64_t begin, int64_t end, int part) {
-        sums[static_cast<size_t>(part)] =
+    pool_.split(static_cast<int64_t>(n), 1 << 16, [&](int64_t begin, int64_t end, int thread) {
+        sums[static_cast<size_t>(thread)] +=
             static_cast<double>(k_.stream_sum(x + begin, static_cast<size_t>(end - begin)));
     });
     double total = 0.0;

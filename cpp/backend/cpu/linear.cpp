@@ -75,8 +75,8 @@ void CpuBackend::head_linear(const HeadLinear& h) {
     const int pieces = (h.count + kTileColumns - 1) / kTileColumns;
     const int64_t work = static_cast<int64_t>(h.rows) * h.w.in * std::min(h.count, kTileColumns);
     pool_.split(static_cast<int64_t>(h.groups) * pieces, kWorthAThread / std::max<int64_t>(work, 1) + 1,
-                [&](int64_t first, int64_t last, int part) {
-                    Local& local = local_[static_cast<size_t>(part)];
+                [&](int64_t first, int64_t last, int thread) {
+                    Local& local = local_[static_cast<size_t>(thread)];
                     for (int64_t item = first; item < last; ++item) {
                         const int group = static_cast<int>(item / pieces);
                         const int begin = static_cast<int>(item % pieces) * kTileColumns;

@@ -14,10 +14,10 @@ void CpuBackend::split_outputs(const PackedMatrix& w, int rows, const F& f) {
     const int64_t block_work = static_cast<int64_t>(rows) * w.in * kBlockOutputs;
     constexpr int64_t kWorthAThread = 1 << 16;  // multiply-adds
     pool_.split(blocks, kWorthAThread / std::max<int64_t>(block_work, 1) + 1,
-                [&](int64_t begin, int64_t end, int part) {
+                [&](int64_t begin, int64_t end, int thread) {
                     f(static_cast<int>(begin) * kBlockOutputs,
                       std::min(static_cast<int>(end) * kBlockOutputs, w.out),
-                      local_[static_cast<size_t>(part)]);
+                      local_[static_cast<size_t>(thread)]);
                 });
 }
 

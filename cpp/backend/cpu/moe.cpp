@@ -160,9 +160,9 @@ void CpuBackend::expert_pass(const ExpertsArgs& args, int first_row, int rows) {
 
     float* const h = expert_hidden_.data();
     float* const out = expert_out_.data();
-    // Every thread takes its share of the outputs of every chosen expert.
+    // A share is some of the outputs of every chosen expert.
     const int64_t work = static_cast<int64_t>(slots) * hidden * intermediate;
-    const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(pool_.size(), work >> 15));
+    const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(2 * pool_.size(), work >> 15));
     const auto each_expert = [&](int outputs, int64_t share, const auto& f) {
         const int blocks = (outputs + kBlockOutputs - 1) / kBlockOutputs;
         const int begin = static_cast<int>(blocks * share / shares) * kBlockOutputs;
@@ -172,7 +172,7 @@ void CpuBackend::expert_pass(const ExpertsArgs& args, int first_row, int rows) {
             for (int first = start[e]; first < start[e + 1]; first += kMaxDotRows)
                 f(e, first, std::min(kMaxDotRows, start[e + 1] - first), begin, end);
     };
-    pool_.split(shares, 1, [&](int64_t from, int64_t to, int part) {
+    pool_.split(shares, 1, [&](int64_t from, int64_t to, int thread) {
         for (int64_t share = from; share < to; ++share)
             each_expert(intermediate, share, [&](int e, int first, int n, int begin, int end) {
                 const float* x[kMaxDotRows];
@@ -183,10 +183,10 @@ void CpuBackend::expert_pass(const ExpertsArgs& args, int first_row, int rows) {
                     y[r] = h + static_cast<ptrdiff_t>(slot) * intermediate;
                 }
                 gated_pieces(x, y, n, table.gate[static_cast<size_t>(e)], table.up[static_cast<size_t>(e)],
-                             begin, end, local_[static_cast<size_t>(part)]);
+                             begin, end, local_[static_cast<size_t>(thread)]);
             });
     });
-    pool_.split(shares, 1, [&](int64_t from, int64_t to, int part) {
+    pool_.split(shares, 1, [&](int64_t from, int64_t to, int thread) {
         for (int64_t share = from; share < to; ++share)
             each_expert(hidden, share, [&](int e, int first, int n, int begin, int end) {
                 const float* x[kMaxDotRows];
@@ -196,7 +196,7 @@ void CpuBackend::expert_pass(const ExpertsArgs& args, int first_row, int rows) {
                     x[r] = h + static_cast<ptrdiff_t>(slot) * intermediate;
                     y[r] = out + static_cast<ptrdiff_t>(slot) * hidden;
                 }
-                Local& local = local_[static_cast<size_t>(part)];
+                Local& local = local_[static_cast<size_t>(thread)];
                 dot_pieces({x, n, table.down[static_cast<size_t>(e)]}, begin, end, local.out.data(),
                            [&](int at, int columns, const float* sums) {
                                for (int r = 0; r < n; ++r)

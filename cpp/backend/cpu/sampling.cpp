@@ -79,8 +79,8 @@ void CpuBackend::top_k(const TopKArgs& args) {
     if (static_cast<size_t>(args.vocab) > local_[0].values.size())
         fail(ErrorCode::invalid_argument, "a vocabulary of %d needs more workspace than was reserved",
              args.vocab);
-    pool_.split(rows, std::max(1, (1 << 15) / args.vocab), [&](int64_t begin, int64_t end, int part) {
-        Local& local = local_[static_cast<size_t>(part)];
+    pool_.split(rows, std::max(1, (1 << 15) / args.vocab), [&](int64_t begin, int64_t end, int thread) {
+        Local& local = local_[static_cast<size_t>(thread)];
         int32_t* const index = local.index.data();
         for (int64_t i = begin; i < end; ++i) {
             const float* x = args.logits + i * args.vocab;
@@ -178,9 +178,9 @@ void CpuBackend::select(const SelectArgs& args) {
     if (static_cast<size_t>(args.vocab) > local_[0].values.size())
         fail(ErrorCode::invalid_argument, "a vocabulary of %d needs more workspace than was reserved",
              args.vocab);
-    pool_.split(rows, std::max(1, (1 << 15) / args.vocab), [&](int64_t begin, int64_t end, int part) {
+    pool_.split(rows, std::max(1, (1 << 15) / args.vocab), [&](int64_t begin, int64_t end, int thread) {
         for (int64_t i = begin; i < end; ++i)
-            args.token[i] = select_row(args, static_cast<int>(i), local_[static_cast<size_t>(part)]);
+            args.token[i] = select_row(args, static_cast<int>(i), local_[static_cast<size_t>(thread)]);
     });
 }
 

@@ -15,6 +15,7 @@ namespace {
 // How long a thread looks for news before it goes to sleep: longer than the pause between two ops of a
 // forward pass, short against a time slice.
 constexpr int kSpins = 4000;
+constexpr int kPartsPerThread = 4;
 
 void pause() {
 #if defined(__x86_64__)
@@ -43,9 +44,13 @@ FloatMode::~FloatMode() {
 }
 #endif
 
-ThreadPool::ThreadPool(int threads) : owner_(getpid()) {
+ThreadPool::ThreadPool(int threads)
+    : parts_(threads * kPartsPerThread),
+      taken_(new std::atomic<bool>[static_cast<size_t>(parts_)]),
+      owner_(getpid()) {
+    for (int part = 0; part < parts_; ++part) taken_[static_cast<size_t>(part)].store(true);
     workers_.reserve(static_cast<size_t>(threads - 1));
-    for (int part = 1; part < threads; ++part) workers_.emplace_back([this, part] { work(part); });
+    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
 }
 
 ThreadPool::~ThreadPool() {
@@ -66,19 +71,34 @@ bool ThreadPool::forked() const {
 void ThreadPool::run(int parts, Task task, void* context) {
     task_ = task;
     context_ = context;
-    parts_ = parts;
-    pending_.store(size() - 1, std::memory_order_relaxed);
+    left_.store(parts, std::memory_order_relaxed);
+    // Whoever takes a part sees the task, even a worker that comes late from the round before.
+    for (int part = 0; part < parts; ++part)
+        taken_[static_cast<size_t>(part)].store(false, std::memory_order_release);
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();
-    task(context, 0);
+    take_parts(0);
     for (int spin = 0; spin < kSpins; ++spin) {
-        if (pending_.load(std::memory_order_acquire) == 0) return;
+        if (left_.load(std::memory_order_acquire) == 0) return;
         pause();
     }
-    for (int left; (left = pending_.load(std::memory_order_acquire)) != 0;) pending_.wait(left);
+    for (int left; (left = left_.load(std::memory_order_acquire)) != 0;) left_.wait(left);
 }
 
-void ThreadPool::work(int part) {
+// A thread starts at its own share, where its caches and its memory are likely to be, and then helps the
+// others.
+void ThreadPool::take_parts(int thread) {
+    for (int i = 0; i < parts_; ++i) {
+        const size_t part = static_cast<size_t>((thread * kPartsPerThread + i) % parts_);
+        if (taken_[part].load(std::memory_order_relaxed) ||
+            taken_[part].exchange(true, std::memory_order_acquire))
+            continue;
+        task_(context_, static_cast<int>(part), thread);
+        if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) left_.notify_one();
+    }
+}
+
+void ThreadPool::work(int thread) {
     const FloatMode mode;
     uint32_t seen = 0;
     for (;;) {
@@ -93,8 +113,7 @@ void ThreadPool::work(int part) {
         }
         seen = now;
         if (stop_.load()) return;
-        if (part < parts_) task_(context_, part);
-        if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) pending_.notify_one();
+        take_parts(thread);
     }
 }
 
