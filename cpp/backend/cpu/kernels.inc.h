@@ -4,8 +4,20 @@
 #include "backend/cpu/kernels.h"
 #include "core/limits.h"
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KDT_SANITIZED 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define KDT_SANITIZED 1
+#endif
+#if defined(KDT_SANITIZED)  // checks on every access of everything inlined take minutes to compile
+#define KDT_INLINE inline
+#define KDT_INLINE_LAMBDA
+#else
 #define KDT_INLINE [[gnu::always_inline]] inline
 #define KDT_INLINE_LAMBDA __attribute__((always_inline))
+#endif
 #define KDT_NOINLINE [[gnu::noinline]]
 #define KDT_UNROLL _Pragma("GCC unroll 8")
 
