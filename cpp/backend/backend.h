@@ -362,6 +362,7 @@ class Backend {
     // executor creation.
     struct WorkspaceSizes {
         int rows, hidden, heads, latent, rope, top_k, experts, intermediate, vocab;
+        int positions;  // of one sequence at most
     };
     virtual void reserve_workspace(const WorkspaceSizes& sizes) = 0;
 
@@ -430,7 +431,8 @@ std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);
 
 struct CudaOptions {
     int device = 0;
-    // "bf16" (production) or "f32" (golden): GEMM operands and latent cache.
+    // "bf16": operands of matrix products and of attention are rounded to bf16, the cache is bf16, sums are float32.
+    // "f32": float32 throughout, for exactness. Activations between ops are float32 in both.
     std::string precision = "bf16";
 };
 

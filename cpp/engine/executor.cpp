@@ -86,7 +86,7 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     activations_ = std::make_unique<ForwardScratch>(backend_, c, max_rows_, kMaxTreeRows);
     backend_.reserve_workspace({max_rows_, c.hidden_size, c.num_attention_heads, c.kv_lora_rank,
                                 c.qk_rope_head_dim, std::max(c.num_experts_per_tok, 1), c.n_routed_experts,
-                                std::max(c.moe_intermediate_size, 1), c.vocab_size});
+                                std::max(c.moe_intermediate_size, 1), c.vocab_size, context_});
 
     std::vector<float> cos, sin;
     rope_table(c, context_, cos, sin);

@@ -1,0 +1,27 @@
+// Attention over latents (docs/kernels/attention.md): splits of a row's virtual key sequence, and their merge.
+#pragma once
+
+#include "backend/backend.h"
+#include "backend/cuda/gemm.h"
+
+namespace kdt::cuda {
+
+struct AttentionArgs {
+    RowSpan rows;
+    RowBatch batch;
+    LatentCache cache;
+    const float* q;  // [rows, heads, latent + rope]
+    int heads, latent, rope;
+    float scale_log2;  // softmax scale * log2(e)
+    float* part;       // [slice rows, heads, parts, latent] unnormalised outputs
+    float2* state;     // [slice rows, heads, parts] running maximum (of scaled scores, base 2) and sum
+    int parts;
+    bool by_group;  // a part is a group of splits, folded in turn; otherwise one split
+    float* out;     // [rows, heads, latent]
+};
+
+void launch_attend_bf16(const GemmLaunch& l, const AttentionArgs& args);
+void launch_attend_f32(const GemmLaunch& l, const AttentionArgs& args);
+void launch_attend_merge(const GemmLaunch& l, const AttentionArgs& args);
+
+}  // namespace kdt::cuda

@@ -1,0 +1,152 @@
+// Attention in float32, for exactness: one row, one head, one part of its keys a block; and the merge of parts, which
+// both precisions share.
+#include "backend/cuda/attention.cuh"
+#include "backend/cuda/launch.h"
+
+namespace kdt::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxColumns = 4;  // of the latent, a thread
+
+// Scores: a warp a key, lane l takes columns l, l + 32, ... ascending by fma, then the warp's tree. Output: a thread a
+// column, keys ascending by fma.
+__global__ void __launch_bounds__(kThreads) attend_f32(const AttentionArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    if (static_cast<int>(blockIdx.z) >= a.rows.live_count()) return;
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+    const int row = a.rows.first + static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
+    const int part = static_cast<int>(blockIdx.x), width = a.latent + a.rope;
+    const KeySpan span = key_span(a.batch, row);
+    const int2 splits = splits_of_part(part, a.by_group);
+    if (split_start(splits.x) >= span.count) return;
+
+    float* const q = reinterpret_cast<float*>(ptx::shared_memory());
+    float* const p = q + (width + 1) / 2 * 2;
+    float* const factor = p + kChunkSize;
+    const float** const address = reinterpret_cast<const float**>(factor + 2);
+    for (int c = thread; c < width; c += kThreads)
+        q[c] = load_activation(a.q + (static_cast<long long>(row) * a.heads + head) * width + c);
+
+    float total[kMaxColumns] = {}, total_m = -INFINITY, total_l = 0.0f;
+    for (int split = splits.x; split < splits.y && split_start(split) < span.count; ++split) {
+        float o[kMaxColumns] = {}, m = -INFINITY, l = 0.0f;
+        const int end = min(split_start(split + 1), span.count);
+        for (int start = split_start(split); start < end; start += kChunkSize) {
+            const int count = min(kChunkSize, end - start);
+            __syncthreads();
+            if (thread < kChunkSize)
+                address[thread] = reinterpret_cast<const float*>(key_row(
+                    a.cache, a.batch, row, span.prefix, span.ancestors, start + thread, width * 4));
+            __syncthreads();
+            for (int key = warp; key < count; key += kThreads / 32) {
+                const float* k = address[key];
+                float s = 0.0f;
+                if (k != nullptr)
+                    for (int c = lane; c < width; c += 32) s = fmaf(q[c], load_activation(k + c), s);
+                s = warp_sum(s);
+                if (lane == 0) p[key] = s * a.scale_log2;
+            }
+            __syncthreads();
+            if (warp == 0) {
+                const float x0 = lane < count ? p[lane] : -INFINITY;
+                const float x1 = lane + 32 < count ? p[lane + 32] : -INFINITY;
+                const float now = fmaxf(m, warp_max(fmaxf(x0, x1)));
+                const float p0 = ptx::exp2_approx(x0 - now), p1 = ptx::exp2_approx(x1 - now);
+                const float shrink = ptx::exp2_approx(m - now);
+                p[lane] = p0;
+                p[lane + 32] = p1;
+                l = fmaf(l, shrink, warp_sum(p0 + p1));
+                m = now;
+                if (lane == 0) factor[0] = shrink;
+            }
+            __syncthreads();
+            for (int i = 0; i < kMaxColumns; ++i) {
+                const int c = thread + i * kThreads;
+                if (c >= a.latent) break;
+                o[i] *= factor[0];
+                for (int j = 0; j < count; ++j)
+                    if (address[j] != nullptr) o[i] = fmaf(p[j], load_activation(address[j] + c), o[i]);
+            }
+        }
+        // warp 0 holds the state; everyone folds
+        __syncthreads();
+        if (thread == 0) factor[0] = m, factor[1] = l;
+        __syncthreads();
+        const float split_m = factor[0], split_l = factor[1];
+        if (split == splits.x) {
+            for (int i = 0; i < kMaxColumns; ++i) total[i] = o[i];
+            total_m = split_m;
+            total_l = split_l;
+        } else {
+            const Fold f = fold(total_m, split_m);
+            for (int i = 0; i < kMaxColumns; ++i) total[i] = folded(f, total[i], o[i]);
+            total_m = f.maximum;
+            total_l = folded(f, total_l, split_l);
+        }
+    }
+    const long long at = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts + part;
+    for (int i = 0; i < kMaxColumns; ++i)
+        if (thread + i * kThreads < a.latent) a.part[at * a.latent + thread + i * kThreads] = total[i];
+    if (thread == 0) a.state[at] = make_float2(total_m, total_l);
+}
+
+// Splits fold into groups and groups into the row's output, both in order; then one division.
+__global__ void __launch_bounds__(kThreads) merge(const AttentionArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    if (static_cast<int>(blockIdx.z) >= a.rows.live_count()) return;
+    const int row = a.rows.first + static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
+    const int column = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+    if (column >= a.latent) return;
+    const int keys = key_span(a.batch, row).count;
+    const long long base = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts;
+    const float* const part = a.part + base * a.latent + column;
+    const float2* const state = a.state + base;
+
+    float total = 0.0f;
+    float2 total_state = make_float2(-INFINITY, 0.0f);
+    for (int g = 0; group_start(g) < keys; ++g) {
+        const int first = a.by_group ? g : split_of(group_start(g));
+        const int last = a.by_group ? g : split_of(min(group_start(g + 1), keys) - 1);
+        float sum = __ldcg(part + static_cast<long long>(first) * a.latent);
+        float2 sum_state = __ldcg(state + first);
+#pragma unroll 4
+        for (int s = first + 1; s <= last; ++s) {
+            const float2 next = __ldcg(state + s);
+            const float value = __ldcg(part + static_cast<long long>(s) * a.latent);
+            const Fold f = fold(sum_state.x, next.x);
+            sum = folded(f, sum, value);
+            sum_state = make_float2(f.maximum, folded(f, sum_state.y, next.y));
+        }
+        if (g == 0) {
+            total = sum;
+            total_state = sum_state;
+        } else {
+            const Fold f = fold(total_state.x, sum_state.x);
+            total = folded(f, total, sum);
+            total_state = make_float2(f.maximum, folded(f, total_state.y, sum_state.y));
+        }
+    }
+    a.out[(static_cast<long long>(row) * a.heads + head) * a.latent + column] =
+        keys > 0 ? total / total_state.y : 0.0f;
+}
+
+}  // namespace
+
+void launch_attend_f32(const GemmLaunch& l, const AttentionArgs& args) {
+    const int width = args.latent + args.rope;
+    const int shared = ((width + 1) / 2 * 2 + kChunkSize + 2) * 4 + kChunkSize * 8;
+    launch<attend_f32>(
+        {l.stream, l.device, l.name, dim3(args.parts, args.heads, args.rows.count), kThreads, shared}, args);
+}
+
+void launch_attend_merge(const GemmLaunch& l, const AttentionArgs& args) {
+    launch<merge>({l.stream, l.device, l.name,
+                   dim3((args.latent + kThreads - 1) / kThreads, args.heads, args.rows.count), kThreads},
+                  args);
+}
+
+}  // namespace kdt::cuda

@@ -1,0 +1,67 @@
+// Matrix products of activations and weights: dense, per head, and per expert. One argument struct, two kernel
+// families: `gemm` (bf16 operands on the tensor cores, float32 accumulation) and `fma_gemm` (float32 throughout).
+#pragma once
+
+#include "backend/cuda/device.h"
+#include "backend/cuda/layout.h"
+#include "backend/cuda/plan.h"
+
+namespace kdt::cuda {
+
+enum class Store : uint8_t {
+    write,  // y = v
+    add,    // y = y + v
+    gated,  // y = silu(v of w[0]) * (v of w[1])
+    gate    // y = silu(y) * v
+};
+
+// y[row, head, n] = sum_k x[row, head, k] * w[head * out + n, k]
+struct GemmArgs {
+    RowSpan rows;
+    const float* x;
+    long long x_stride;  // of a row
+    int x_head_stride;
+    int in;
+    const unsigned char* w[2];  // the matrix; for `gated` gate and up
+    int k_blocks;
+    int block_bytes;
+    bool f32_scales;
+    bool wide;  // every group of 8 columns of x lies whole inside the row and 16-byte aligned
+    float* y;
+    long long y_stride;
+    int y_head_stride;
+    int out;  // of one head
+    int heads;
+    Store store;
+    int stages;
+
+    // Experts: block z takes expert `active[z]` and its `pairs` (row * top_k + slot). Null for dense products.
+    const int32_t* active_count;
+    const int32_t* active;
+    const int32_t* offset;  // [experts + 1] into `pairs`
+    const int32_t* pairs;
+    const void* const* table[2];  // [experts] matrices in the places of w
+    int x_first, pair_divisor;    // x row = x_first + pair / pair_divisor; y row = pair
+};
+
+// Row tiles (of 16) that a launch covers: of one head's rows, a straddled tile counted for both heads.
+KDT_HOST_DEVICE int tiles_of_head(int out, int heads) {
+    return heads == 1 ? row_tiles(out) : out % kTileRows == 0 ? out / kTileRows : row_tiles(out) + 1;
+}
+
+struct GemmLaunch {
+    cudaStream_t stream;
+    int device;
+    const char* name;
+};
+
+// Dense: args.rows.count shapes the launch. Experts: `experts` blocks along z.
+void launch_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args, int experts);
+void launch_fma_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args, int experts);
+
+// One weight kind each, in its own translation unit.
+void launch_gemm_f32(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
+void launch_gemm_bf16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
+void launch_gemm_w4a16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
+
+}  // namespace kdt::cuda

@@ -1,0 +1,9 @@
+#include "backend/cuda/gemm.cuh"
+
+namespace kdt::cuda {
+
+void launch_gemm_bf16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits) {
+    launch_gemm_as<WeightKind::bf16>(l, args, experts, splits);
+}
+
+}  // namespace kdt::cuda

@@ -1,0 +1,207 @@
+#include "backend/cuda/rows.h"
+
+#include "backend/cuda/cache.cuh"
+#include "backend/cuda/launch.h"
+
+namespace kdt::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+template <bool F32>
+__global__ void __launch_bounds__(kThreads) embed(const EmbedArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= live_rows(a.rows)) return;
+    const int width = a.table.in, blocks = column_blocks(width);
+    const int column = (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * 8;
+    if (column >= width) return;
+    const int token = a.token[row];
+    float v[8] = {};
+    if (token >= 0 && token < a.table.out) {  // a drafter may propose what is no token: such a node is never accepted
+        const unsigned char* data = static_cast<const unsigned char*>(a.table.data);
+        if (F32) {
+            for (int part = 0; part < 2; ++part) {
+                const float4 p = *reinterpret_cast<const float4*>(
+                    data + element_offset(WeightKind::f32, blocks, token, column + 4 * part));
+                v[4 * part] = p.x, v[4 * part + 1] = p.y, v[4 * part + 2] = p.z, v[4 * part + 3] = p.w;
+            }
+        } else {
+            const uint4 p = *reinterpret_cast<const uint4*>(
+                data + element_offset(WeightKind::bf16, blocks, token, column));
+            const uint32_t words[4] = {p.x, p.y, p.z, p.w};
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = widen_bf16x2(words[i]);
+                v[2 * i] = pair.x;
+                v[2 * i + 1] = pair.y;
+            }
+        }
+    }
+    float* y = a.y + static_cast<long long>(row) * width + column;
+    for (int j = 0; j < 8 && column + j < width; ++j) y[j] = v[j];
+}
+
+// 1 / rms of `width` floats. Thread i takes columns 4 i .. 4 i + 3 of every 4 * blockDim.x, ascending, by fma.
+__device__ __forceinline__ float inverse_rms(const float* x, int width, float eps, float* scratch) {
+    float sum = 0.0f;
+    for (int c = static_cast<int>(threadIdx.x) * 4; c < width; c += static_cast<int>(blockDim.x) * 4)
+        for (int j = 0; j < 4 && c + j < width; ++j) {
+            const float v = load_activation(x + c + j);
+            sum = fmaf(v, v, sum);
+        }
+    const float mean = block_sum(sum, scratch) / static_cast<float>(width);
+    return 1.0f / sqrtf(mean + eps);
+}
+
+__global__ void __launch_bounds__(kThreads) rms_norm(const RmsNormArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= live_rows(a.rows)) return;
+    const float* x = a.x + static_cast<long long>(row) * a.x_stride;
+    float* y = a.y + static_cast<long long>(row) * a.width;
+    float* scratch = reinterpret_cast<float*>(ptx::shared_memory());
+    const float r = inverse_rms(x, a.width, a.eps, scratch);
+    for (int c = static_cast<int>(threadIdx.x); c < a.width; c += kThreads)
+        y[c] = load_activation(x + c) * r * a.weight[c];
+}
+
+// Pair j of a rotated vector: which two elements it is.
+__device__ __forceinline__ int2 rope_pair(int j, int rope, bool interleaved) {
+    return interleaved ? make_int2(2 * j, 2 * j + 1) : make_int2(j, j + rope / 2);
+}
+
+__device__ __forceinline__ float2 rotate(float x0, float x1, float c, float s) {
+    return make_float2(fmaf(x0, c, -(x1 * s)), fmaf(x1, c, x0 * s));
+}
+
+template <bool Bf16>
+__device__ __forceinline__ void store_latent(void* to, int column, float value) {
+    if (Bf16)
+        static_cast<uint16_t*>(to)[column] = static_cast<uint16_t>(ptx::pack_bf16(value, 0.0f));
+    else
+        static_cast<float*>(to)[column] = value;
+}
+
+template <bool Bf16>
+__global__ void __launch_bounds__(kThreads) write_latent(const WriteLatentArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= live_rows(a.rows)) return;
+    const int width = a.latent + a.rope.rope, position = a.batch.position[row];
+    const float* x = a.ckv + static_cast<long long>(row) * width;
+    float* scratch = reinterpret_cast<float*>(ptx::shared_memory());
+    const float r = inverse_rms(x, a.latent, a.eps, scratch);
+
+    long long slot = row;
+    unsigned char* base = static_cast<unsigned char*>(a.cache.scratch);
+    if (a.batch.ancestor_count[row] == 0) {
+        slot = page_slot(a.cache, a.batch.sequence[row], position);
+        base = static_cast<unsigned char*>(a.cache.pages);
+    }
+    if (slot < 0) return;
+    void* to = base + slot * width * (Bf16 ? 2 : 4);
+    for (int c = static_cast<int>(threadIdx.x); c < a.latent; c += kThreads)
+        store_latent<Bf16>(to, c, load_activation(x + c) * r * a.weight[c]);
+    const int half = a.rope.rope / 2, at = min(max(position, 0), a.rope.positions - 1);
+    for (int j = static_cast<int>(threadIdx.x); j < half; j += kThreads) {
+        const int2 pair = rope_pair(j, a.rope.rope, a.rope.interleaved);
+        const long long angle = static_cast<long long>(at) * half + j;
+        const float2 y = rotate(load_activation(x + a.latent + pair.x), load_activation(x + a.latent + pair.y),
+                                a.rope.cos[angle], a.rope.sin[angle]);
+        store_latent<Bf16>(to, a.latent + pair.x, y.x);
+        store_latent<Bf16>(to, a.latent + pair.y, y.y);
+    }
+}
+
+// The rope part of the absorbed query; the rest of it is a matrix product.
+__global__ void __launch_bounds__(kThreads) rope_query(const AbsorbQueryArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= live_rows(a.rows)) return;
+    const int rope = a.rope.rope, half = rope / 2;
+    const int i = static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x);
+    if (i >= a.heads * half) return;
+    const int head = i / half, j = i % half;
+    const int at = min(max(a.batch.position[row], 0), a.rope.positions - 1);
+    const long long head_row = static_cast<long long>(row) * a.heads + head;
+    const float* x = a.q + head_row * (a.nope + rope) + a.nope;
+    float* y = a.out + head_row * (a.latent + rope) + a.latent;
+    const int2 pair = rope_pair(j, rope, a.rope.interleaved);
+    const long long angle = static_cast<long long>(at) * half + j;
+    const float2 v = rotate(load_activation(x + pair.x), load_activation(x + pair.y), a.rope.cos[angle],
+                            a.rope.sin[angle]);
+    y[pair.x] = v.x;
+    y[pair.y] = v.y;
+}
+
+__global__ void __launch_bounds__(kThreads) gather_rows(const GatherRowsArgs a) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= live_rows(a.rows)) return;
+    const int c = static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x);
+    if (c < a.width)
+        a.y[static_cast<long long>(row) * a.y_stride + c] =
+            load_activation(a.x + static_cast<long long>(a.index[row]) * a.width + c);
+}
+
+// Scratch latents of the accepted path to their final slots. Scratch and pages never overlap, so that order is free.
+__global__ void __launch_bounds__(kThreads) commit(const CommitArgs a, int row_bytes) {
+    ptx::grid_launch_next();
+    ptx::grid_wait();
+    const int j = static_cast<int>(blockIdx.x);
+    if (j >= *a.length) return;
+    const long long slot = page_slot(a.cache, *a.sequence, *a.start + j);
+    if (slot < 0) return;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const unsigned char*>(a.cache.scratch) +
+                                                             static_cast<long long>(a.path[j]) * row_bytes);
+    uint16_t* to = reinterpret_cast<uint16_t*>(static_cast<unsigned char*>(a.cache.pages) + slot * row_bytes);
+    for (int i = static_cast<int>(threadIdx.x); i < row_bytes / 2; i += kThreads) to[i] = __ldcg(from + i);
+}
+
+dim3 grid_of(int rows, int columns) {
+    return dim3(static_cast<unsigned>(rows), static_cast<unsigned>((columns + kThreads - 1) / kThreads));
+}
+
+}  // namespace
+
+void launch_embed(const GemmLaunch& l, const EmbedArgs& args) {
+    const Launch as{l.stream, l.device, l.name, grid_of(args.rows.capacity, (args.table.in + 7) / 8), kThreads};
+    if (args.table.kind == WeightKind::f32)
+        launch<embed<true>>(as, args);
+    else
+        launch<embed<false>>(as, args);
+}
+
+void launch_rms_norm(const GemmLaunch& l, const RmsNormArgs& args) {
+    launch<rms_norm>({l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kThreads, kThreads / 32 * 4}, args);
+}
+
+void launch_write_latent(const GemmLaunch& l, const WriteLatentArgs& args, bool bf16_cache) {
+    const Launch as{l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kThreads, kThreads / 32 * 4};
+    if (bf16_cache)
+        launch<write_latent<true>>(as, args);
+    else
+        launch<write_latent<false>>(as, args);
+}
+
+void launch_rope_query(const GemmLaunch& l, const AbsorbQueryArgs& args) {
+    launch<rope_query>(
+        {l.stream, l.device, l.name, grid_of(args.rows.capacity, args.heads * (args.rope.rope / 2)), kThreads}, args);
+}
+
+void launch_gather_rows(const GemmLaunch& l, const GatherRowsArgs& args) {
+    launch<gather_rows>({l.stream, l.device, l.name, grid_of(args.rows.capacity, args.width), kThreads}, args);
+}
+
+void launch_commit(const GemmLaunch& l, const CommitArgs& args, bool bf16_cache) {
+    launch<commit>({l.stream, l.device, l.name, grid_of(kMaxTreeRows, 1), kThreads}, args,
+                   args.width * (bf16_cache ? 2 : 4));
+}
+
+}  // namespace kdt::cuda

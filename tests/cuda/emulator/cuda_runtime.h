@@ -1,0 +1,281 @@
+// CUDA on a CPU, as far as this project's kernels use it: enough of the language and of the runtime for the .cu files
+// to compile as C++ and run, thread by thread, on fibers. It exists to find mistakes without a GPU: shared memory and
+// allocations start as NaN and end at guard pages; an asynchronous copy destroys its target when it is issued and
+// fills it only when it is waited for; a warp whose lanes meet at different instructions, a deadlock and a kernel that
+// never waits for its predecessor abort. It is no model of speed, and its mma.sync rounds differently from a GPU's.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <tuple>
+#include <type_traits>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+
+// ----------------------------------------------------------------------------------------------------------------
+// types
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+struct int2 {
+    int x, y;
+};
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+// ----------------------------------------------------------------------------------------------------------------
+// the machine
+
+namespace kdt_emulator {
+
+void block_barrier();
+void cluster_barrier();
+void note_grid_wait();
+unsigned char* shared_memory();
+const void* cluster_address(const void* mine, unsigned rank);
+void copy_async(void* to, const void* from, bool valid);
+void copy_async_commit();
+void copy_async_wait(int pending);
+
+// All lanes of a warp bring `bytes` of input and get `bytes_out` of output; the last one to arrive runs `compute` on
+// everyone's input ([32], absent lanes marked in `present`).
+struct Warp {
+    const unsigned char (*in)[64];
+    unsigned char (*out)[64];
+    uint32_t present;
+};
+using Collective = void (*)(const Warp&);
+void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes);
+
+void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster, const std::function<void()>& kernel);
+
+template <class In, class Out>
+Out collective(Collective compute, const In& in) {
+    static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64);
+    Out out;
+    warp_collective(compute, &in, sizeof in, &out, sizeof out);
+    return out;
+}
+
+template <class T>
+struct Shuffle {
+    T value;
+    int lane;
+};
+
+template <class T>
+void do_shuffle(const Warp& w) {
+    for (int l = 0; l < 32; ++l) {
+        Shuffle<T> mine, other;
+        std::memcpy(&mine, w.in[l], sizeof mine);
+        std::memcpy(&other, w.in[mine.lane & 31], sizeof other);
+        std::memcpy(w.out[l], &other.value, sizeof(T));
+    }
+}
+
+inline void do_ballot(const Warp& w) {
+    uint32_t bits = 0;
+    for (int l = 0; l < 32; ++l) bits |= static_cast<uint32_t>(w.in[l][0] != 0 && (w.present >> l & 1)) << l;
+    for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], &bits, 4);
+}
+
+inline void do_match(const Warp& w) {
+    for (int l = 0; l < 32; ++l) {
+        uint32_t bits = 0;
+        for (int m = 0; m < 32; ++m) bits |= static_cast<uint32_t>(std::memcmp(w.in[l], w.in[m], 4) == 0) << m;
+        std::memcpy(w.out[l], &bits, 4);
+    }
+}
+
+inline void do_max(const Warp& w) {
+    uint32_t greatest = 0;
+    for (int l = 0; l < 32; ++l) {
+        uint32_t x;
+        std::memcpy(&x, w.in[l], 4);
+        if (x > greatest) greatest = x;
+    }
+    for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], &greatest, 4);
+}
+
+inline void do_nothing(const Warp&) {}
+
+}  // namespace kdt_emulator
+
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
+
+// ----------------------------------------------------------------------------------------------------------------
+// device functions
+
+inline void __syncthreads() { kdt_emulator::block_barrier(); }
+inline void __syncwarp() { kdt_emulator::collective<int, int>(kdt_emulator::do_nothing, 0); }
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return kdt_emulator::collective<kdt_emulator::Shuffle<T>, T>(kdt_emulator::do_shuffle<T>, {value, lane});
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int offset) {
+    return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ offset);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int offset) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    return __shfl_sync(mask, value, lane < offset ? lane : lane - offset);
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+    return kdt_emulator::collective<unsigned char, unsigned>(kdt_emulator::do_ballot, x ? 1 : 0);
+}
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline unsigned __match_any_sync(unsigned, int x) {
+    return kdt_emulator::collective<int, unsigned>(kdt_emulator::do_match, x);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    return kdt_emulator::collective<unsigned, unsigned>(kdt_emulator::do_max, x);
+}
+
+inline float __uint_as_float(unsigned x) {
+    float y;
+    std::memcpy(&y, &x, 4);
+    return y;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    std::memcpy(&y, &x, 4);
+    return y;
+}
+inline long long __double_as_longlong(double x) {
+    long long y;
+    std::memcpy(&y, &x, 8);
+    return y;
+}
+inline unsigned long long __float2ull_rn(float x) { return static_cast<unsigned long long>(std::nearbyint(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+template <class T>
+T __ldcg(const T* p) {
+    return *p;
+}
+template <class T>
+T atomicAdd(T* p, T x) {
+    const T old = *p;
+    *p = static_cast<T>(old + x);
+    return old;
+}
+inline int atomicOr(int* p, int x) {
+    const int old = *p;
+    *p |= x;
+    return old;
+}
+inline int atomicMin(int* p, int x) {
+    const int old = *p;
+    if (x < old) *p = x;
+    return old;
+}
+
+// ----------------------------------------------------------------------------------------------------------------
+// runtime
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeProgrammaticStreamSerialization,
+    cudaLaunchAttributeClusterDimension
+};
+struct cudaLaunchAttributeValue {
+    int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    cudaLaunchAttributeValue val;
+};
+using cudaStream_t = struct CudaStream*;
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+struct cudaDeviceProp {
+    char name[64];
+    int major, minor, multiProcessorCount;
+    size_t totalGlobalMem;
+};
+constexpr unsigned cudaStreamNonBlocking = 1;
+
+const char* cudaGetErrorString(cudaError_t);
+cudaError_t cudaGetLastError();
+cudaError_t cudaMalloc(void** pointer, size_t bytes);
+cudaError_t cudaFree(void* pointer);
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t);
+cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t);
+cudaError_t cudaSetDevice(int);
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
+cudaError_t cudaDriverGetVersion(int* version);
+cudaError_t cudaRuntimeGetVersion(int* version);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t);
+cudaError_t cudaStreamSynchronize(cudaStream_t);
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int);
+
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
+using cudaGraph_t = struct CudaGraph*;
+using cudaGraphExec_t = struct CudaGraph*;
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode);
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags);
+cudaError_t cudaGraphDestroy(cudaGraph_t);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t);
+
+namespace kdt_emulator {
+void queue(std::function<void()> work);  // runs it, or keeps it while a stream is captured
+}
+
+template <class... P, class... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const A&... args) {
+    unsigned cluster = 1;
+    for (unsigned i = 0; i < config->numAttrs; ++i)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+    std::tuple<std::decay_t<P>...> copy(args...);
+    const dim3 grid = config->gridDim, block = config->blockDim;
+    const size_t shared = config->dynamicSmemBytes;
+    kdt_emulator::queue([=] { kdt_emulator::run(grid, block, shared, cluster, [&] { std::apply(kernel, copy); }); });
+    return cudaSuccess;
+}

@@ -1,0 +1,374 @@
+// The machine behind cuda_runtime.h: fibers, barriers, guarded memory. One cluster of blocks runs at a time.
+#include <cuda_runtime.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <vector>
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace kdt_emulator {
+
+struct Thread;
+
+namespace {
+
+Thread* current = nullptr;
+
+constexpr size_t kStackBytes = 128 * 1024;
+constexpr int kMostIdlePasses = 100000;
+
+[[noreturn]] void die(const char* what) {
+    std::fprintf(stderr, "emulator: %s (block %u %u %u, thread %u)\n", what, blockIdx.x, blockIdx.y, blockIdx.z,
+                 threadIdx.x);
+    std::abort();
+}
+
+// Memory that ends at a page that cannot be touched, filled with NaN.
+struct Guarded {
+    unsigned char* map = nullptr;
+    size_t map_bytes = 0;
+    unsigned char* data = nullptr;
+
+    Guarded(size_t bytes, size_t alignment) {
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        const size_t body = (bytes + alignment - 1) / alignment * alignment;
+        map_bytes = (body + page - 1) / page * page + 2 * page;
+        map = static_cast<unsigned char*>(
+            mmap(nullptr, map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (map == MAP_FAILED) die("out of memory");
+        mprotect(map, page, PROT_NONE);
+        mprotect(map + map_bytes - page, page, PROT_NONE);
+        data = map + map_bytes - page - body;
+        std::memset(data, 0xFF, body);
+    }
+    Guarded(const Guarded&) = delete;
+    Guarded& operator=(const Guarded&) = delete;
+    ~Guarded() { munmap(map, map_bytes); }
+};
+
+struct Barrier {
+    unsigned generation = 0;
+    int arrived = 0;
+};
+
+struct WarpState {
+    Barrier barrier;
+    Collective op = nullptr;
+    uint32_t present = 0;
+    int live = 0;
+    unsigned char in[32][64], out[32][64];
+};
+
+struct Block {
+    dim3 index;
+    unsigned rank = 0;
+    int live = 0;
+    Barrier barrier;
+    std::unique_ptr<Guarded> shared;
+    std::vector<WarpState> warps;
+};
+
+struct Copy {
+    unsigned char* to;
+    unsigned char data[16];
+};
+
+}  // namespace
+
+struct Thread {
+    unsigned index = 0;  // in its block
+    Block* block = nullptr;
+    int lane = 0;
+    WarpState* warp = nullptr;
+    bool started = false, finished = false, waited = false;
+    jmp_buf jump;
+    ucontext_t start;
+    unsigned char* stack = nullptr;
+    std::vector<std::vector<Copy>> groups{1};
+};
+
+namespace {
+
+std::vector<Block> blocks;
+std::vector<std::unique_ptr<Thread>> threads;
+std::vector<unsigned char*> stacks;
+Barrier cluster;
+int cluster_live = 0;
+jmp_buf scheduler;
+const std::function<void()>* body = nullptr;
+bool progress = false;
+
+void yield() {
+    Thread* self = current;
+    if (_setjmp(self->jump) == 0) _longjmp(scheduler, 1);
+}
+
+// Arrives and waits for everybody; true in the last one, which must call `open` when its work is done.
+bool arrive(Barrier& barrier, int expected) { return ++barrier.arrived >= expected; }
+
+void open(Barrier& barrier) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    progress = true;
+}
+
+void wait(Barrier& barrier, int expected) {
+    const unsigned generation = barrier.generation;
+    if (arrive(barrier, expected)) {
+        open(barrier);
+        return;
+    }
+    while (barrier.generation == generation) yield();
+}
+
+void enter() {
+    (*body)();
+    Thread* self = current;
+    if (!self->waited) die("a thread ended without ptx::grid_wait");
+    for (const auto& group : self->groups)
+        if (!group.empty()) die("a thread ended with an asynchronous copy in flight");
+    self->finished = true;
+    progress = true;
+    if (self->warp->barrier.arrived > 0) die("a lane ended while others of its warp wait for it");
+    --self->warp->live;
+    --self->block->live;
+    --cluster_live;
+    if (self->block->live > 0 && self->block->barrier.arrived >= self->block->live) open(self->block->barrier);
+    _longjmp(scheduler, 1);
+}
+
+void resume(Thread& thread) {
+    current = &thread;
+    threadIdx = dim3(thread.index);
+    blockIdx = thread.block->index;
+    if (_setjmp(scheduler) != 0) return;
+    if (thread.started) _longjmp(thread.jump, 1);
+    thread.started = true;
+    setcontext(&thread.start);
+}
+
+void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
+    blocks.clear();
+    blocks.resize(size);
+    const size_t count = block.x;
+    cluster = Barrier{};
+    cluster_live = static_cast<int>(count * size);
+    threads.clear();
+    for (unsigned b = 0; b < size; ++b) {
+        Block& to = blocks[b];
+        to.index = dim3(first.x + b, first.y, first.z);
+        to.rank = b;
+        to.live = static_cast<int>(count);
+        to.shared = std::make_unique<Guarded>(shared_bytes, 128);
+        to.warps.resize((count + 31) / 32);
+        for (size_t t = 0; t < count; ++t) {
+            auto thread = std::make_unique<Thread>();
+            thread->index = static_cast<unsigned>(t);
+            thread->block = &to;
+            thread->warp = &to.warps[t / 32];
+            thread->lane = static_cast<int>(t % 32);
+            ++thread->warp->live;
+            const size_t index = threads.size();
+            if (index == stacks.size()) {
+                void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                if (stack == MAP_FAILED) die("out of memory for stacks");
+                stacks.push_back(static_cast<unsigned char*>(stack));
+            }
+            getcontext(&thread->start);
+            thread->start.uc_stack.ss_sp = stacks[index];
+            thread->start.uc_stack.ss_size = kStackBytes;
+            thread->start.uc_link = nullptr;
+            makecontext(&thread->start, enter, 0);
+            threads.push_back(std::move(thread));
+        }
+    }
+    size_t left = threads.size();
+    int idle = 0;
+    while (left > 0) {
+        progress = false;
+        left = 0;
+        for (auto& thread : threads) {
+            if (thread->finished) continue;
+            const bool first_time = !thread->started;
+            resume(*thread);
+            progress |= first_time;
+            left += !thread->finished;
+        }
+        idle = progress ? 0 : idle + 1;
+        if (idle > kMostIdlePasses) die("deadlock");
+    }
+}
+
+}  // namespace
+
+void block_barrier() {
+    Block& block = *current->block;
+    wait(block.barrier, block.live);
+}
+
+void cluster_barrier() { wait(cluster, cluster_live); }
+
+void note_grid_wait() { current->waited = true; }
+
+unsigned char* shared_memory() { return current->block->shared->data; }
+
+const void* cluster_address(const void* mine, unsigned rank) {
+    const ptrdiff_t offset = static_cast<const unsigned char*>(mine) - current->block->shared->data;
+    if (rank >= blocks.size()) die("no such block in the cluster");
+    return blocks[rank].shared->data + offset;
+}
+
+void copy_async(void* to, const void* from, bool valid) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
+        die("an asynchronous copy that is not 16-byte aligned");
+    Copy copy{static_cast<unsigned char*>(to), {}};
+    if (valid) std::memcpy(copy.data, from, 16);
+    std::memset(to, 0xFF, 16);
+    current->groups.back().push_back(copy);
+}
+
+void copy_async_commit() { current->groups.emplace_back(); }
+
+void copy_async_wait(int pending) {
+    auto& groups = current->groups;  // the last one is open
+    const size_t finished = groups.size() - 1 > static_cast<size_t>(pending) ? groups.size() - 1 - static_cast<size_t>(pending) : 0;
+    for (size_t i = 0; i < finished; ++i)
+        for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.data, 16);
+    groups.erase(groups.begin(), groups.begin() + static_cast<ptrdiff_t>(finished));
+}
+
+void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes) {
+    Thread& self = *current;
+    WarpState& warp = *self.warp;
+    const size_t lane = static_cast<size_t>(self.lane);
+    if (warp.barrier.arrived == 0) {
+        warp.op = compute;
+        warp.present = 0;
+    } else if (warp.op != compute) {
+        die("lanes of a warp met at different instructions");
+    }
+    warp.present |= 1u << self.lane;
+    std::memset(warp.in[lane], 0, 64);
+    std::memcpy(warp.in[lane], in, in_bytes);
+    const unsigned generation = warp.barrier.generation;
+    if (arrive(warp.barrier, warp.live)) {
+        compute({warp.in, warp.out, warp.present});
+        open(warp.barrier);
+    }
+    while (warp.barrier.generation == generation) yield();
+    std::memcpy(out, warp.out[lane], out_bytes);
+}
+
+void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size, const std::function<void()>& kernel) {
+    if (grid.x % cluster_size != 0) die("a grid that is no whole number of clusters");
+    if (grid.y > 65535 || grid.z > 65535) die("a grid that is too large");
+    if (shared_bytes > 101376) die("more shared memory than sm_120 has");
+    body = &kernel;
+    blockDim = block;
+    gridDim = grid;
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; x += cluster_size)
+                run_cluster(dim3(x, y, z), cluster_size, block, shared_bytes);
+}
+
+}  // namespace kdt_emulator
+
+// ----------------------------------------------------------------------------------------------------------------
+// runtime
+
+struct CudaGraph {
+    std::vector<std::function<void()>> work;
+};
+
+namespace {
+std::map<void*, std::unique_ptr<kdt_emulator::Guarded>> allocations;
+std::unique_ptr<CudaGraph> recording;
+}  // namespace
+
+void kdt_emulator::queue(std::function<void()> work) {
+    if (recording)
+        recording->work.push_back(std::move(work));
+    else
+        work();
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    recording = std::make_unique<CudaGraph>();
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+    *graph = recording.release();
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+    *exec = new CudaGraph(*graph);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    delete exec;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
+    for (const auto& work : exec->work) work();
+    return cudaSuccess;
+}
+
+const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    auto memory = std::make_unique<kdt_emulator::Guarded>(bytes, 256);
+    *pointer = memory->data;
+    allocations[*pointer] = std::move(memory);
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void* pointer) {
+    allocations.erase(pointer);
+    return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+    *free = *total = size_t{8} << 30;
+    return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    kdt_emulator::queue([=] { std::memcpy(to, from, bytes); });
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+    kdt_emulator::queue([=] { std::memset(to, byte, bytes); });
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) {
+    *count = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+    *properties = {"emulated GPU", 9, 0, 1, size_t{8} << 30};
+    return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+    *version = 13000;
+    return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+    *version = 13000;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    *stream = reinterpret_cast<cudaStream_t>(1);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
