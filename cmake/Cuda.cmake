@@ -43,6 +43,9 @@ if(KDTREE_WITH_CUDA)
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit 13.0 REQUIRED)  # architectures 90 and 120 from one compiler
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc can
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
   set(CMAKE_CUDA_STANDARD 20)
-  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 endif()

@@ -431,8 +431,8 @@ std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);
 
 struct CudaOptions {
     int device = 0;
-    // "bf16": operands of matrix products and of attention are rounded to bf16, the cache is bf16, sums are float32.
-    // "f32": float32 throughout, for exactness. Activations between ops are float32 in both.
+    // "bf16": operands of matrix products and of attention are rounded to bf16, the cache is bf16, sums are
+    // float32. "f32": float32 throughout, for exactness. Activations between ops are float32 in both.
     std::string precision = "bf16";
 };
 

@@ -1,4 +1,5 @@
-// Attention over latents (docs/kernels/attention.md): splits of a row's virtual key sequence, and their merge.
+// Attention over latents (docs/kernels/attention.md): splits of a row's virtual key sequence, and their
+// merge.
 #pragma once
 
 #include "backend/backend.h"

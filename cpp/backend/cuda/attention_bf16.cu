@@ -1,12 +1,14 @@
 // Attention of one row and 16 or 32 of its heads over one part of its keys, on the tensor cores.
 //
-// Keys arrive in chunks of 64 at absolute multiples of 64 of the virtual sequence, whether they lie in one page or are
-// gathered from a page's end and the tree's scratch rows. Per chunk: scores (heads x keys, K = latent + rope, cut at
-// four fixed borders, one accumulator each, added in order), online softmax in base 2, output (heads x latent,
-// K = keys). A block serves a single row, so nothing of another row is ever near its arithmetic.
+// Keys arrive in chunks of 64 at absolute multiples of 64 of the virtual sequence, whether they lie in one
+// page or are gathered from a page's end and the tree's scratch rows. Per chunk: scores (heads x keys, K =
+// latent + rope, cut at four fixed borders, one accumulator each, added in order), online softmax in base 2,
+// output (heads x latent, K = keys). A block serves a single row, so nothing of another row is ever near its
+// arithmetic.
 //
-// Shared memory: K chunk [64][row] with 16-byte units xor-ed by key % 8 | exchange of partial scores [4][16][72] |
-// P [tiles x 16][64] bf16, xor-ed by row % 8 | factors | state of each head's softmax | key addresses.
+// Shared memory: K chunk [64][row] with 16-byte units xor-ed by key % 8 | exchange of partial scores
+// [4][16][72] | P [tiles x 16][64] bf16, xor-ed by row % 8 | factors | state of each head's softmax | key
+// addresses.
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/launch.h"
 
@@ -32,7 +34,8 @@ struct AnyShape {
     static __device__ __forceinline__ int width(const AttentionArgs& a) { return a.latent + a.rope; }
 };
 
-KDT_HOST_DEVICE constexpr int key_row_bytes(int width) {  // in shared memory: whole groups of eight 16-byte units
+KDT_HOST_DEVICE constexpr int key_row_bytes(
+    int width) {  // in shared memory: whole groups of eight 16-byte units
     return (width * 2 + 127) / 128 * 128;
 }
 
@@ -51,10 +54,12 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
     float* const exchange = reinterpret_cast<float*>(keys + kChunkSize * row_bytes);
     unsigned char* const p_tile = reinterpret_cast<unsigned char*>(exchange) + kExchangeBytes;
     float* const factor = reinterpret_cast<float*>(p_tile + MT * 16 * 128);  // [2][MT * 16]
-    // Maximum and sum of each head: of this split, and of the splits folded so far. Warp w keeps rows 2 w, 2 w + 1.
+    // Maximum and sum of each head: of this split, and of the splits folded so far. Warp w keeps rows 2 w, 2
+    // w + 1.
     float2* const state = reinterpret_cast<float2*>(factor + 2 * MT * 16);
     float2* const folded_state = state + MT * 16;
-    const unsigned char** const address = reinterpret_cast<const unsigned char**>(folded_state + MT * 16);  // [2][64]
+    const unsigned char** const address =
+        reinterpret_cast<const unsigned char**>(folded_state + MT * 16);  // [2][64]
 
     const uint32_t keys_at = ptx::shared_address(keys), p_at = ptx::shared_address(p_tile);
 
@@ -75,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
             *reinterpret_cast<uint4*>(keys + i * 16) = make_uint4(0, 0, 0, 0);
 
     const auto key_address = [&](int chunk) {
-        return key_row(a.cache, a.batch, row, span.prefix, span.ancestors, chunk * kChunkSize + thread, width * 2);
+        return key_row(a.cache, a.batch, row, span.prefix, span.ancestors, chunk * kChunkSize + thread,
+                       width * 2);
     };
     const auto load_stage = [&](int chunk, int stage) {  // a warp takes whole keys
 #pragma unroll 1
@@ -125,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
 
     const auto part_row = [&](int m, int r) {  // of the output, for row g (r = 0) or g + 8
         const int head = head0 + m * 16 + g + r * 8;
-        const long long at = (static_cast<long long>(blockIdx.z) * a.heads + min(head, a.heads - 1)) * a.parts + part;
+        const long long at =
+            (static_cast<long long>(blockIdx.z) * a.heads + min(head, a.heads - 1)) * a.parts + part;
         return a.part + at * latent;
     };
     // This split joins the part: the first as it is, a later one by `fold`.
@@ -203,8 +210,10 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
                 ptx::ldmatrix_x4(b, key_at + (((step * 2 + lane / 8 % 2) ^ (key & 7)) << 4));
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
-                    ptx::mma_bf16(s[m][2 * stage], q[m][i][0], q[m][i][1], q[m][i][2], q[m][i][3], b[0], b[1]);
-                    ptx::mma_bf16(s[m][2 * stage + 1], q[m][i][0], q[m][i][1], q[m][i][2], q[m][i][3], b[2], b[3]);
+                    ptx::mma_bf16(s[m][2 * stage], q[m][i][0], q[m][i][1], q[m][i][2], q[m][i][3], b[0],
+                                  b[1]);
+                    ptx::mma_bf16(s[m][2 * stage + 1], q[m][i][0], q[m][i][1], q[m][i][2], q[m][i][3], b[2],
+                                  b[3]);
                 }
             }
         }
@@ -227,8 +236,8 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
                 const int head = 2 * warp + r;
                 float x[2] = {0.0f, 0.0f};
                 for (int k = 0; k < 4; ++k) {
-                    const float2 v =
-                        *reinterpret_cast<const float2*>(exchange + (k * 16 + head) * kExchangeStride + 2 * lane);
+                    const float2 v = *reinterpret_cast<const float2*>(
+                        exchange + (k * 16 + head) * kExchangeStride + 2 * lane);
                     x[0] = k == 0 ? v.x : x[0] + v.x;
                     x[1] = k == 0 ? v.y : x[1] + v.y;
                 }
@@ -268,8 +277,8 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
                     const int tile_row = m * 16 + lane / 8 % 2 * 8 + lane % 8;
-                    ptx::ldmatrix_x4(p[m],
-                                     p_at + tile_row * 128 + (((step * 2 + lane / 16) ^ (tile_row & 7)) << 4));
+                    ptx::ldmatrix_x4(
+                        p[m], p_at + tile_row * 128 + (((step * 2 + lane / 16) ^ (tile_row & 7)) << 4));
                 }
                 const int key = step * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
@@ -308,8 +317,8 @@ void launch_as(const GemmLaunch& l, const AttentionArgs& args) {
     const int shared = kChunkSize * key_row_bytes(args.latent + args.rope) + kExchangeBytes + MT * 16 * 128 +
                        2 * MT * 16 * 4 + 2 * MT * 16 * 8 + 2 * kChunkSize * 8;
     launch<attend<MT, Shape>>(
-        {l.stream, l.device, l.name, dim3(args.parts, (args.heads + MT * 16 - 1) / (MT * 16), args.rows.count),
-         kThreads, shared},
+        {l.stream, l.device, l.name,
+         dim3(args.parts, (args.heads + MT * 16 - 1) / (MT * 16), args.rows.count), kThreads, shared},
         args);
 }
 

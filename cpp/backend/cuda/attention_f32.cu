@@ -1,5 +1,5 @@
-// Attention in float32, for exactness: one row, one head, one part of its keys a block; and the merge of parts, which
-// both precisions share.
+// Attention in float32, for exactness: one row, one head, one part of its keys a block; and the merge of
+// parts, which both precisions share.
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/launch.h"
 
@@ -10,9 +10,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxColumns = 4;  // of the latent, a thread
 
-// Scores: a warp a key, lane l takes columns l, l + 32, ... ascending by fma, then the warp's tree. Output: a thread a
-// column, keys ascending by fma.
-__global__ void __launch_bounds__(kThreads) attend_f32(const AttentionArgs a) {
+// Scores: a warp a key, lane l takes columns l, l + 32, ... ascending by fma, then the warp's tree. Output: a
+// thread a column, keys ascending by fma.
+__global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a) {
     ptx::grid_launch_next();
     ptx::grid_wait();
     if (static_cast<int>(blockIdx.z) >= a.rows.live_count()) return;
@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreads) attend_f32(const AttentionArgs a) {
             const int count = min(kChunkSize, end - start);
             __syncthreads();
             if (thread < kChunkSize)
-                address[thread] = reinterpret_cast<const float*>(key_row(
-                    a.cache, a.batch, row, span.prefix, span.ancestors, start + thread, width * 4));
+                address[thread] = reinterpret_cast<const float*>(
+                    key_row(a.cache, a.batch, row, span.prefix, span.ancestors, start + thread, width * 4));
             __syncthreads();
             for (int key = warp; key < count; key += kThreads / 32) {
                 const float* k = address[key];

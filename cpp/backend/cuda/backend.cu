@@ -1,5 +1,5 @@
-// The op table: arguments checked, work cut, kernels queued. Nothing here allocates, waits or touches host memory once
-// the workspace is as large as it must be, so every op can be captured into a graph.
+// The op table: arguments checked, work cut, kernels queued. Nothing here allocates, waits or touches host
+// memory once the workspace is as large as it must be, so every op can be captured into a graph.
 #include <algorithm>
 #include <cmath>
 
@@ -44,7 +44,8 @@ void set_input(GemmArgs& a, const float* x, long long stride, int head_stride) {
     a.x = x;
     a.x_stride = stride;
     a.x_head_stride = head_stride;
-    a.wide = a.in % 8 == 0 && stride % 4 == 0 && head_stride % 4 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    a.wide =
+        a.in % 8 == 0 && stride % 4 == 0 && head_stride % 4 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
 }
 
 void set_output(GemmArgs& a, float* y, long long stride, int head_stride, Store store) {
@@ -64,14 +65,15 @@ AttentionCut cut_attention(int rows, int keys, int heads, int latent) {
     AttentionCut cut{attention_parts(rows, keys), 0, 0};
     cut.row_bytes = static_cast<size_t>(heads) * static_cast<size_t>(cut.parts) *
                     (static_cast<size_t>(latent) * sizeof(float) + sizeof(float2));
-    cut.rows = static_cast<int>(
-        std::clamp<size_t>(kAttentionBytes / cut.row_bytes, 1, static_cast<size_t>(std::min(rows, kAttentionRows))));
+    cut.rows = static_cast<int>(std::clamp<size_t>(kAttentionBytes / cut.row_bytes, 1,
+                                                   static_cast<size_t>(std::min(rows, kAttentionRows))));
     return cut;
 }
 
 size_t experts_bytes(int rows, int top_k, int experts, int hidden, int intermediate) {
     const size_t pairs = static_cast<size_t>(rows) * static_cast<size_t>(top_k);
-    return aligned(pairs * static_cast<size_t>(intermediate) * 4) + aligned(pairs * static_cast<size_t>(hidden) * 4) +
+    return aligned(pairs * static_cast<size_t>(intermediate) * 4) +
+           aligned(pairs * static_cast<size_t>(hidden) * 4) +
            aligned((2 * static_cast<size_t>(experts) + 2 + pairs) * 4);
 }
 
@@ -143,8 +145,8 @@ void CudaBackend::linear(const LinearArgs& args) {
 void CudaBackend::gated_linear(const GatedLinearArgs& args) {
     const Weight &gate = args.gate, &up = args.up;
     if (gate.out != up.out || gate.in != up.in)
-        fail(ErrorCode::invalid_argument, "gate is [%d, %d] and up [%d, %d]; one shape was expected", gate.out,
-             gate.in, up.out, up.in);
+        fail(ErrorCode::invalid_argument, "gate is [%d, %d] and up [%d, %d]; one shape was expected",
+             gate.out, gate.in, up.out, up.in);
     GemmArgs a = of_matrix(gate);
     a.rows = {args.rows.live, 0, args.rows.capacity};
     set_input(a, args.x, gate.in, 0);
@@ -170,8 +172,8 @@ void CudaBackend::write_latent(const WriteLatentArgs& args) {
 void CudaBackend::absorb_query(const AbsorbQueryArgs& args) {
     const Weight& w = args.key_up;
     if (w.out != args.heads * args.latent || w.in != args.nope)
-        fail(ErrorCode::invalid_argument, "key_up is [%d, %d]; [%d * %d, %d] was expected", w.out, w.in, args.heads,
-             args.latent, args.nope);
+        fail(ErrorCode::invalid_argument, "key_up is [%d, %d]; [%d * %d, %d] was expected", w.out, w.in,
+             args.heads, args.latent, args.nope);
     const int rope = args.rope.rope;
     GemmArgs a = of_matrix(w);
     a.rows = {args.rows.live, 0, args.rows.capacity};
@@ -188,10 +190,11 @@ void CudaBackend::attend(const AttendArgs& args) {
     const int width = args.latent + args.rope;
     if (bf16_ && (width % 8 != 0 || args.latent % 8 != 0 || args.latent > kMaxLatent || width > kMaxWidth))
         fail(ErrorCode::unsupported,
-             "latents of %d + %d values; on CUDA in bf16 both are multiples of 8, at most %d and %d together", args.latent,
-             args.rope, kMaxLatent, kMaxWidth);
+             "latents of %d + %d values; on CUDA in bf16 both are multiples of 8, at most %d and %d together",
+             args.latent, args.rope, kMaxLatent, kMaxWidth);
     if (!bf16_ && args.latent > kMaxLatentF32)
-        fail(ErrorCode::unsupported, "latents of %d values; at most %d were expected", args.latent, kMaxLatentF32);
+        fail(ErrorCode::unsupported, "latents of %d values; at most %d were expected", args.latent,
+             kMaxLatentF32);
     const int rows = args.rows.capacity, keys = args.cache.pages_per_sequence * kPageSize + kMaxAncestors;
     if (rows < 1) return;
     const GemmLaunch l = at("attend");
@@ -209,8 +212,9 @@ void CudaBackend::attend(const AttendArgs& args) {
     a.by_group = rows > kRowsForSplitBlocks;
     a.out = args.out;
     a.state = reinterpret_cast<float2*>(space);
-    a.part = reinterpret_cast<float*>(a.state + static_cast<size_t>(cut.rows) * static_cast<size_t>(args.heads) *
-                                                    static_cast<size_t>(cut.parts));
+    a.part =
+        reinterpret_cast<float*>(a.state + static_cast<size_t>(cut.rows) * static_cast<size_t>(args.heads) *
+                                               static_cast<size_t>(cut.parts));
     for (int first = 0; first < rows; first += cut.rows) {
         a.rows = {args.rows.live, first, std::min(cut.rows, rows - first)};
         if (bf16_)
@@ -224,8 +228,8 @@ void CudaBackend::attend(const AttendArgs& args) {
 void CudaBackend::project_value(const ProjectValueArgs& args) {
     const Weight& w = args.value_up;
     if (w.out != args.heads * args.v || w.in != args.latent)
-        fail(ErrorCode::invalid_argument, "value_up is [%d, %d]; [%d * %d, %d] was expected", w.out, w.in, args.heads,
-             args.v, args.latent);
+        fail(ErrorCode::invalid_argument, "value_up is [%d, %d]; [%d * %d, %d] was expected", w.out, w.in,
+             args.heads, args.v, args.latent);
     GemmArgs a = of_matrix(w);
     a.rows = {args.rows.live, 0, args.rows.capacity};
     a.heads = args.heads;
@@ -240,8 +244,8 @@ void CudaBackend::route(const RouteArgs& args) {
     if (experts > kMaxExperts)
         fail(ErrorCode::unsupported, "%d experts; the router takes up to %d", experts, kMaxExperts);
     if (args.groups < 1 || experts % args.groups != 0 || args.top_groups < 1 || args.top_groups > args.groups)
-        fail(ErrorCode::invalid_argument, "%d experts in %d groups, %d of them chosen, do not go together", experts,
-             args.groups, args.top_groups);
+        fail(ErrorCode::invalid_argument, "%d experts in %d groups, %d of them chosen, do not go together",
+             experts, args.groups, args.top_groups);
     if (args.top_k < 1 || args.top_k > kMaxTopK || args.top_k > experts / args.groups * args.top_groups)
         fail(ErrorCode::invalid_argument, "%d experts of %d per row were asked for", args.top_k,
              experts / args.groups * args.top_groups);
@@ -317,8 +321,8 @@ void CudaBackend::gather_rows(const GatherRowsArgs& args) {
 
 void CudaBackend::top_k(const TopKArgs& args) {
     if (args.k < 1 || args.k > args.vocab || args.k > kMaxTopTokens)
-        fail(ErrorCode::invalid_argument, "the %d best of %d tokens were asked for; 1 to %d are possible", args.k,
-             args.vocab, std::min(args.vocab, kMaxTopTokens));
+        fail(ErrorCode::invalid_argument, "the %d best of %d tokens were asked for; 1 to %d are possible",
+             args.k, args.vocab, std::min(args.vocab, kMaxTopTokens));
     launch_top_k(at("top_k"), args);
 }
 

@@ -14,10 +14,11 @@ __device__ __forceinline__ long long page_slot(const LatentCache& cache, int seq
     return static_cast<long long>(page) * kPageSize + p % kPageSize;
 }
 
-// Virtual position v of a row: its committed prefix, then its ancestors by depth. Returns the row of the cache that
-// holds the key, or null past the end or where a page is missing.
-__device__ __forceinline__ const unsigned char* key_row(const LatentCache& cache, const RowBatch& batch, int row,
-                                                        int prefix, int ancestor_count, int v, int row_bytes) {
+// Virtual position v of a row: its committed prefix, then its ancestors by depth. Returns the row of the
+// cache that holds the key, or null past the end or where a page is missing.
+__device__ __forceinline__ const unsigned char* key_row(const LatentCache& cache, const RowBatch& batch,
+                                                        int row, int prefix, int ancestor_count, int v,
+                                                        int row_bytes) {
     if (v < prefix) {
         const long long slot = page_slot(cache, batch.sequence[row], v);
         return slot < 0 ? nullptr : static_cast<const unsigned char*>(cache.pages) + slot * row_bytes;

@@ -53,8 +53,8 @@ class CudaBackend final : public Backend {
 
     Weight upload_matrix(const HostMatrix& matrix, const std::string& name) override;
     const float* upload_vector(std::span<const float> values, const std::string& name) override;
-    ExpertSet make_experts(std::span<const Weight> gate, std::span<const Weight> up, std::span<const Weight> down,
-                           const std::string& name) override;
+    ExpertSet make_experts(std::span<const Weight> gate, std::span<const Weight> up,
+                           std::span<const Weight> down, const std::string& name) override;
     size_t weight_bytes() const override { return arena_.used(); }
     void reserve_workspace(const WorkspaceSizes& sizes) override;
 
@@ -82,7 +82,7 @@ class CudaBackend final : public Backend {
     cudaStream_t stream() const { return stream_; }
 
   private:
-    struct Experts {  // what ExpertSet::table points to
+    struct Experts {              // what ExpertSet::table points to
         const void* const* gate;  // device: [count] matrices
         const void* const* up;
         const void* const* down;

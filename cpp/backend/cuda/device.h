@@ -58,8 +58,8 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Sum over a block: warp trees, then warps in order. `scratch` holds blockDim.x / 32 floats; every thread gets
-// the sum. Ends with no barrier: a caller that reuses `scratch` puts one.
+// Sum over a block: warp trees, then warps in order. `scratch` holds blockDim.x / 32 floats; every thread
+// gets the sum. Ends with no barrier: a caller that reuses `scratch` puts one.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;

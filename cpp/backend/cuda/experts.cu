@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(32) route(const RouteArgs a, const float* logi
 
 constexpr int kGroupThreads = 1024;
 
-__global__ void __launch_bounds__(kGroupThreads) group_pairs(RowSpan rows, int top_k, int experts,
-                                                             const int32_t* expert, PairLists lists) {
+__global__ void __launch_bounds__(kGroupThreads)
+    group_pairs(RowSpan rows, int top_k, int experts, const int32_t* expert, PairLists lists) {
     ptx::grid_launch_next();
     ptx::grid_wait();
     int32_t* const count = reinterpret_cast<int32_t*>(ptx::shared_memory());  // [experts]
@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine(const CombineArgs a) 
     float sum = 0.0f;
 #pragma unroll 4
     for (int slot = 0; slot < a.top_k; ++slot)
-        sum = fmaf(__ldcg(a.weight + row * a.top_k + slot), __ldcg(down + static_cast<long long>(slot) * a.hidden), sum);
+        sum = fmaf(__ldcg(a.weight + row * a.top_k + slot),
+                   __ldcg(down + static_cast<long long>(slot) * a.hidden), sum);
     if (a.shared != nullptr) sum += __ldcg(a.shared + row * a.hidden + c);
     float* y = a.y + row * a.hidden + c;
     *y = __ldcg(y) + sum;
@@ -200,8 +201,8 @@ void launch_route(const GemmLaunch& l, const RouteArgs& args, const float* logit
 
 void launch_group_pairs(const GemmLaunch& l, RowSpan rows, int top_k, int experts, const int32_t* expert,
                         const PairLists& lists) {
-    launch<group_pairs>({l.stream, l.device, l.name, dim3(1), kGroupThreads, experts * 8}, rows, top_k, experts,
-                        expert, lists);
+    launch<group_pairs>({l.stream, l.device, l.name, dim3(1), kGroupThreads, experts * 8}, rows, top_k,
+                        experts, expert, lists);
 }
 
 void launch_combine(const GemmLaunch& l, const CombineArgs& args) {

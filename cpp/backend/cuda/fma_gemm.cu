@@ -1,9 +1,11 @@
-// The float32 matrix product: every activation type f32, every product an fma on the CUDA cores. It serves the
-// `f32` precision, where exactness against the oracle counts and speed does not, and the router's logits in both.
+// The float32 matrix product: every activation type f32, every product an fma on the CUDA cores. It serves
+// the `f32` precision, where exactness against the oracle counts and speed does not, and the router's logits
+// in both.
 //
-// A block takes one row tile (two for gated: gate and up); its 8 warps cut K at borders that depend on K alone. Lane
-// 4 g + t keeps one accumulator a row (g, g + 8) and token over its own columns (8 t .. 8 t + 7 of every 32),
-// ascending, by fma; then lanes (t, t ^ 1), (t, t ^ 2); then warps in order. w4a16: w = (q - 8) * scale, rounded once.
+// A block takes one row tile (two for gated: gate and up); its 8 warps cut K at borders that depend on K
+// alone. Lane 4 g + t keeps one accumulator a row (g, g + 8) and token over its own columns (8 t .. 8 t + 7
+// of every 32), ascending, by fma; then lanes (t, t ^ 1), (t, t ^ 2); then warps in order. w4a16: w = (q - 8)
+// * scale, rounded once.
 #include "backend/cuda/gemm.h"
 #include "backend/cuda/launch.h"
 
@@ -70,14 +72,16 @@ __global__ void __launch_bounds__(kWarps * 32) fma_gemm(const GemmArgs a) {
     const int tile = first_row / kTileRows + static_cast<int>(blockIdx.y);
     if (tile > (first_row + a.out - 1) / kTileRows) return;
     const size_t tile_offset = static_cast<size_t>(tile) * a.k_blocks * a.block_bytes;
-    const int step0 = split_border(a.k_blocks * 2, warp, kWarps), step1 = split_border(a.k_blocks * 2, warp + 1, kWarps);
+    const int step0 = split_border(a.k_blocks * 2, warp, kWarps),
+              step1 = split_border(a.k_blocks * 2, warp + 1, kWarps);
 
     for (int group = 0; group < tokens; group += kTokens) {
         const float* x[kTokens];
 #pragma unroll
         for (int i = 0; i < kTokens; ++i) {
             const int token = min(group + i, tokens - 1);
-            const int row = experts ? a.x_first + __ldcg(a.pairs + first + token) / a.pair_divisor : a.rows.first + token;
+            const int row =
+                experts ? a.x_first + __ldcg(a.pairs + first + token) / a.pair_divisor : a.rows.first + token;
             x[i] = a.x + row * a.x_stride + head * a.x_head_stride;
         }
         float acc[2][2][kTokens] = {};
@@ -97,11 +101,13 @@ __global__ void __launch_bounds__(kWarps * 32) fma_gemm(const GemmArgs a) {
                 if (group + i >= tokens) break;
                 float v[8];
                 if (a.wide && column < a.in) {
-                    const float4 low = load_activation4(x[i] + column), high = load_activation4(x[i] + column + 4);
+                    const float4 low = load_activation4(x[i] + column),
+                                 high = load_activation4(x[i] + column + 4);
                     v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
                     v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
                 } else {
-                    for (int j = 0; j < 8; ++j) v[j] = column + j < a.in ? load_activation(x[i] + column + j) : 0.0f;
+                    for (int j = 0; j < 8; ++j)
+                        v[j] = column + j < a.in ? load_activation(x[i] + column + j) : 0.0f;
                 }
                 for (int j = 0; j < 8; ++j) {
                     acc[0][0][i] = fmaf(w[0][0][j], v[j], acc[0][0][i]);
@@ -153,12 +159,10 @@ __global__ void __launch_bounds__(kWarps * 32) fma_gemm(const GemmArgs a) {
 }  // namespace
 
 void launch_fma_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args, int experts) {
-    const Launch launch_as{l.stream,
-                           l.device,
-                           l.name,
-                           dim3(1, tiles_of_head(args.out, args.heads), experts > 0 ? experts : args.heads),
-                           kWarps * 32,
-                           kWarps * 32 * kTokens * 4};
+    const Launch launch_as{
+        l.stream,    l.device,
+        l.name,      dim3(1, tiles_of_head(args.out, args.heads), experts > 0 ? experts : args.heads),
+        kWarps * 32, kWarps * 32 * kTokens * 4};
     switch (kind) {
         case WeightKind::f32:
             return launch<fma_gemm<WeightKind::f32>>(launch_as, args);

@@ -1,12 +1,14 @@
-// The tensor-core matrix product (docs/kernels/gemm.md). Weights are the A operand (16 outputs), tokens the B operand
-// (8 tokens): at few tokens the weight stream is all there is, and it is read once for up to 72 tokens.
+// The tensor-core matrix product (docs/kernels/gemm.md). Weights are the A operand (16 outputs), tokens the B
+// operand (8 tokens): at few tokens the weight stream is all there is, and it is read once for up to 72
+// tokens.
 //
-// A warp owns two row tiles (32 outputs, or 16 outputs of gate and up) over one K-split and streams them through a
-// pipeline of its own in shared memory; activations are rounded to bf16 by the block, a chunk of columns at a time.
-// Splits are the blocks of a cluster; partial sums are added in split order through distributed shared memory.
+// A warp owns two row tiles (32 outputs, or 16 outputs of gate and up) over one K-split and streams them
+// through a pipeline of its own in shared memory; activations are rounded to bf16 by the block, a chunk of
+// columns at a time. Splits are the blocks of a cluster; partial sums are added in split order through
+// distributed shared memory.
 //
-// Order of operations of one output (all row counts): accumulator = 0; for every 32 columns of the split, ascending:
-// f32, bf16 weights: two mma steps into the accumulator; w4a16: two mma steps into zero, then
+// Order of operations of one output (all row counts): accumulator = 0; for every 32 columns of the split,
+// ascending: f32, bf16 weights: two mma steps into the accumulator; w4a16: two mma steps into zero, then
 // accumulator = fma(scale, partial, accumulator). Then the sum over splits, ascending.
 #pragma once
 
@@ -34,7 +36,8 @@ struct WeightStream<WeightKind::bf16> {
                                                  int, int lane) {
         for (int tile = 0; tile < 2; ++tile)
             for (int half = 0; half < 2; ++half)
-                ptx::copy_async_16(slot + tile * 1024 + half * 512 + lane * 16, p[tile] + at + half * 512 + lane * 16);
+                ptx::copy_async_16(slot + tile * 1024 + half * 512 + lane * 16,
+                                   p[tile] + at + half * 512 + lane * 16);
     }
 
     static __device__ __forceinline__ Fragment load(const unsigned char* slot, int tile, int lane) {
@@ -55,7 +58,8 @@ struct WeightStream<WeightKind::f32> {
                                                  int, int lane) {
         for (int tile = 0; tile < 2; ++tile)
             for (int part = 0; part < 4; ++part)
-                ptx::copy_async_16(slot + tile * 2048 + part * 512 + lane * 16, p[tile] + at + part * 512 + lane * 16);
+                ptx::copy_async_16(slot + tile * 2048 + part * 512 + lane * 16,
+                                   p[tile] + at + part * 512 + lane * 16);
     }
 
     static __device__ __forceinline__ Fragment load(const unsigned char* slot, int tile, int lane) {
@@ -107,7 +111,8 @@ struct WeightStream<WeightKind::w4a16> {
     }
 
     // scale[step][half] of rows g and g + 8.
-    static __device__ __forceinline__ void scales(float (&scale)[4], const unsigned char* block, bool f32, int g) {
+    static __device__ __forceinline__ void scales(float (&scale)[4], const unsigned char* block, bool f32,
+                                                  int g) {
         if (f32) {
             const float4 v = *reinterpret_cast<const float4*>(block + kInt4BlockBytes + g * 16);
             scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
@@ -121,8 +126,9 @@ struct WeightStream<WeightKind::w4a16> {
 
 // accumulators[tile][token tile] += weights of one pipeline step . activations.
 template <WeightKind Kind, int NT>
-__device__ __forceinline__ void multiply_step(float (&acc)[2][NT][4], const unsigned char* slot, int block_bytes,
-                                              bool f32_scales, const unsigned char* xs, int tokens, int lane) {
+__device__ __forceinline__ void multiply_step(float (&acc)[2][NT][4], const unsigned char* slot,
+                                              int block_bytes, bool f32_scales, const unsigned char* xs,
+                                              int tokens, int lane) {
     using Stream = WeightStream<Kind>;
     if constexpr (Kind == WeightKind::w4a16) {
         uint4 words[2];
@@ -143,12 +149,12 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][NT][4], const unsi
                 const uint4 b = *reinterpret_cast<const uint4*>(xs + (step * NT + n) * 512 + lane * 16);
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
-                    const uint32_t(&a)[8] = f[tile].a;
+                    const uint32_t (&a)[8] = f[tile].a;
                     float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                     ptx::mma_bf16(partial, a[0], a[1], a[2], a[3], b.x, b.y);
                     ptx::mma_bf16(partial, a[4], a[5], a[6], a[7], b.z, b.w);
                     const float top = scale[tile][2 * step], low = scale[tile][2 * step + 1];
-                    float(&sum)[4] = acc[tile][n];
+                    float (&sum)[4] = acc[tile][n];
                     sum[0] = fmaf(top, partial[0], sum[0]);
                     sum[1] = fmaf(top, partial[1], sum[1]);
                     sum[2] = fmaf(low, partial[2], sum[2]);
@@ -164,7 +170,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][NT][4], const unsi
             const uint4 b = *reinterpret_cast<const uint4*>(xs + n * 512 + lane * 16);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
-                const uint32_t(&a)[8] = f[tile].a;
+                const uint32_t (&a)[8] = f[tile].a;
                 ptx::mma_bf16(acc[tile][n], a[0], a[1], a[2], a[3], b.x, b.y);
                 ptx::mma_bf16(acc[tile][n], a[4], a[5], a[6], a[7], b.z, b.w);
             }
@@ -225,7 +231,8 @@ __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) gemm(const GemmArgs a) {
     int32_t* const y_row = x_row + kTokens;
     unsigned char* const xs = shared + (kTokens * 8 + 127) / 128 * 128;
     const int xs_bytes = kTokens * chunk * 2;
-    unsigned char* const pipeline = xs + 2 * xs_bytes + warp * a.stages * (2 * Stream::step_bytes(a.block_bytes));
+    unsigned char* const pipeline =
+        xs + 2 * xs_bytes + warp * a.stages * (2 * Stream::step_bytes(a.block_bytes));
     const uint32_t pipeline_at = ptx::shared_address(pipeline);
     float* const partials = reinterpret_cast<float*>(xs);
     const int partial_stride = warps * 32 + 4;
@@ -251,7 +258,8 @@ __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) gemm(const GemmArgs a) {
     const int width = gated ? 1 : 2;  // tiles of outputs a warp
     const int my_tile = first_tile + (part * warps + warp) * width;
     const bool busy = my_tile <= last_tile;
-    const int block0 = split_border(a.k_blocks, split, splits), block1 = split_border(a.k_blocks, split + 1, splits);
+    const int block0 = split_border(a.k_blocks, split, splits),
+              block1 = split_border(a.k_blocks, split + 1, splits);
     const int steps = (block1 - block0) * kStepsPerBlock;
     const int chunk_steps = chunk / Stream::kStepColumns;
     const int step_bytes = Stream::step_bytes(a.block_bytes);
@@ -268,8 +276,8 @@ __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) gemm(const GemmArgs a) {
     // Weights depend on no earlier kernel: their first steps are on the way before the wait.
     const auto issue = [&](int step) {
         if (busy && step < steps)
-            Stream::issue(pipeline_at + step % a.stages * stage_bytes, from, static_cast<size_t>(step) * step_bytes,
-                          a.block_bytes, lane);
+            Stream::issue(pipeline_at + step % a.stages * stage_bytes, from,
+                          static_cast<size_t>(step) * step_bytes, a.block_bytes, lane);
         ptx::copy_async_commit();
     };
 
@@ -314,8 +322,8 @@ __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) gemm(const GemmArgs a) {
                 const int column = block0 * kBlockColumns + c * chunk + item / 32 / NT * 32 + lane % 4 * 8;
                 for (int j = 0; j < 8; ++j) carried[n][j] = 0.0f;
                 if (item < items && token < tokens && column < min(a.in, block1 * kBlockColumns))
-                    load_eight(carried[n], a.x + x_row[token] * a.x_stride + head * a.x_head_stride, column, a.in,
-                               a.wide);
+                    load_eight(carried[n], a.x + x_row[token] * a.x_stride + head * a.x_head_stride, column,
+                               a.in, a.wide);
             }
         };
         const auto store_chunk = [&](int c) {
@@ -324,10 +332,10 @@ __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) gemm(const GemmArgs a) {
             for (int n = 0; n < kItems; ++n) {
                 const int item = thread + n * threads;
                 if (item >= items) continue;
-                const float(&v)[8] = carried[n];
+                const float (&v)[8] = carried[n];
                 *reinterpret_cast<uint4*>(to + item * 16) =
-                    make_uint4(ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]),
-                               ptx::pack_bf16(v[6], v[7]));
+                    make_uint4(ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]),
+                               ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7]));
             }
         };
         load_chunk(0);
@@ -365,8 +373,8 @@ __global__ void __launch_bounds__(256, NT <= 2 ? 2 : 1) gemm(const GemmArgs a) {
                 if (n * 8 >= tokens) break;
                 for (int tile = 0; tile < 2; ++tile)
                     for (int i = 0; i < 4; ++i)
-                        partials[(n * 8 + 2 * t + i % 2) * partial_stride + warp * 32 + tile * 16 + g + i / 2 * 8] =
-                            acc[tile][n][i];
+                        partials[(n * 8 + 2 * t + i % 2) * partial_stride + warp * 32 + tile * 16 + g +
+                                 i / 2 * 8] = acc[tile][n][i];
             }
         }
         if (splits > 1)
@@ -407,15 +415,11 @@ void launch_gemm_as(const GemmLaunch& l, const GemmArgs& args, int experts, int 
     a.stages = gemm_stages(warps, Kind);
     const int row_bytes = (nt * 8 * 8 + 127) / 128 * 128;
     const int step_bytes = Kind == WeightKind::w4a16 ? a.block_bytes : a.block_bytes / 2;
-    const int stream_bytes =
-        2 * nt * 8 * chunk_columns(warps, nt) * 2 + warps * a.stages * 2 * step_bytes;
+    const int stream_bytes = 2 * nt * 8 * chunk_columns(warps, nt) * 2 + warps * a.stages * 2 * step_bytes;
     const int partial_bytes = nt * 8 * (warps * 32 + 4) * 4;
-    const Launch launch_as{l.stream,
-                           l.device,
-                           l.name,
-                           dim3(splits, (tiles / 2 + tiles % 2 + warps - 1) / warps, groups),
-                           warps * 32,
-                           row_bytes + std::max(stream_bytes, partial_bytes),
+    const Launch launch_as{l.stream,   l.device,
+                           l.name,     dim3(splits, (tiles / 2 + tiles % 2 + warps - 1) / warps, groups),
+                           warps * 32, row_bytes + std::max(stream_bytes, partial_bytes),
                            splits};
     switch (nt) {
         case 1:

@@ -1,5 +1,6 @@
-// Matrix products of activations and weights: dense, per head, and per expert. One argument struct, two kernel
-// families: `gemm` (bf16 operands on the tensor cores, float32 accumulation) and `fma_gemm` (float32 throughout).
+// Matrix products of activations and weights: dense, per head, and per expert. One argument struct, two
+// kernel families: `gemm` (bf16 operands on the tensor cores, float32 accumulation) and `fma_gemm` (float32
+// throughout).
 #pragma once
 
 #include "backend/cuda/device.h"
@@ -35,7 +36,8 @@ struct GemmArgs {
     Store store;
     int stages;
 
-    // Experts: block z takes expert `active[z]` and its `pairs` (row * top_k + slot). Null for dense products.
+    // Experts: block z takes expert `active[z]` and its `pairs` (row * top_k + slot). Null for dense
+    // products.
     const int32_t* active_count;
     const int32_t* active;
     const int32_t* offset;  // [experts + 1] into `pairs`

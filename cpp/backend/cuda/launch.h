@@ -35,6 +35,9 @@ struct Launch {
 template <auto Kernel, class... Args>
 void launch(const Launch& l, const Args&... args) {
     if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0) return;
+    if (l.shared_bytes > kSharedMemoryLimit)
+        fail(ErrorCode::internal, "%s: a block wants %d bytes of shared memory; %d is the limit", l.name,
+             l.shared_bytes, kSharedMemoryLimit);
     if (l.shared_bytes > 48 * 1024) {
         static std::atomic<uint64_t> configured{0};  // a bit per device
         const uint64_t bit = 1ull << (l.device % 64);

@@ -43,15 +43,15 @@ unsigned char* device_allocate(int device, size_t bytes, const char* what) {
         cudaGetLastError();  // this one is not sticky: the next call works
         size_t free = 0, total = 0;
         cudaMemGetInfo(&free, &total);
-        fail(ErrorCode::out_of_memory, "%s needs %.2f GiB; %.2f of %.2f GiB are free on GPU %d", what, gib(bytes),
-             gib(free), gib(total), device);
+        fail(ErrorCode::out_of_memory, "%s needs %.2f GiB; %.2f of %.2f GiB are free on GPU %d", what,
+             gib(bytes), gib(free), gib(total), device);
     }
     check(code, what);
     return static_cast<unsigned char*>(pointer);
 }
 
-// Whether native code for compute capability `major`.`minor` is among "90-real,120-real" and the like. Code for x.y
-// runs on x.z where z >= y; an entry without "-real" also carries PTX, which runs on anything newer.
+// Whether native code for compute capability `major`.`minor` is among "90-real,120-real" and the like. Code
+// for x.y runs on x.z where z >= y; an entry without "-real" also carries PTX, which runs on anything newer.
 bool compiled_for(const char* list, int major, int minor) {
     for (const char* at = list; *at != '\0';) {
         const int number = std::atoi(at);
@@ -96,8 +96,8 @@ unsigned char* WeightArena::take(size_t bytes, const char* what) {
 
 CudaBackend::CudaBackend(const CudaOptions& options) : device_(options.device), arena_(options.device) {
     if (options.precision != "bf16" && options.precision != "f32")
-        fail(ErrorCode::invalid_argument, "the CUDA backend's precision is '%s'; 'bf16' or 'f32' was expected",
-             options.precision.c_str());
+        fail(ErrorCode::invalid_argument,
+             "the CUDA backend's precision is '%s'; 'bf16' or 'f32' was expected", options.precision.c_str());
     bf16_ = options.precision == "bf16";
     int driver = 0, runtime = 0, count = 0;
     cudaDriverGetVersion(&driver);
@@ -107,14 +107,16 @@ CudaBackend::CudaBackend(const CudaOptions& options) : device_(options.device), 
     const cudaError_t code = cudaGetDeviceCount(&count);
     if (code == cudaErrorInsufficientDriver)
         fail(ErrorCode::unsupported,
-             "the NVIDIA driver supports CUDA %d.%d and this build needs %d.%d; update the driver or use --device cpu",
+             "the NVIDIA driver supports CUDA %d.%d and this build needs %d.%d; update the driver or use "
+             "--device cpu",
              driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     if (code == cudaErrorNoDevice || (code == cudaSuccess && count == 0))
         fail(ErrorCode::unsupported, "the NVIDIA driver shows no GPU; use --device cpu");
     if (code != cudaSuccess)
         fail(ErrorCode::unsupported, "the NVIDIA driver could not be started: %s", cudaGetErrorString(code));
     if (device_ < 0 || device_ >= count)
-        fail(ErrorCode::invalid_argument, "GPU %d was asked for; GPUs 0 to %d were found", device_, count - 1);
+        fail(ErrorCode::invalid_argument, "GPU %d was asked for; GPUs 0 to %d were found", device_,
+             count - 1);
 
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, device_), "looking at the GPU");
@@ -122,12 +124,12 @@ CudaBackend::CudaBackend(const CudaOptions& options) : device_(options.device), 
         fail(ErrorCode::unsupported,
              "GPU %d is %s of compute capability %d.%d, and this build has code for %s; build it with "
              "CMAKE_CUDA_ARCHITECTURES=%d%d",
-             device_, properties.name, properties.major, properties.minor, KDT_CUDA_ARCHITECTURES, properties.major,
-             properties.minor);
-    description_ = format("%s (GPU %d, compute capability %d.%d, %d SMs, %.0f GiB), %s, driver CUDA %d.%d",
-                          properties.name, device_, properties.major, properties.minor,
-                          properties.multiProcessorCount, gib(properties.totalGlobalMem), options.precision.c_str(),
-                          driver / 1000, driver % 1000 / 10);
+             device_, properties.name, properties.major, properties.minor, KDT_CUDA_ARCHITECTURES,
+             properties.major, properties.minor);
+    description_ =
+        format("%s (GPU %d, compute capability %d.%d, %d SMs, %.0f GiB), %s, driver CUDA %d.%d",
+               properties.name, device_, properties.major, properties.minor, properties.multiProcessorCount,
+               gib(properties.totalGlobalMem), options.precision.c_str(), driver / 1000, driver % 1000 / 10);
     check(cudaSetDevice(device_), "choosing the GPU");
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
     bad_row_ = reinterpret_cast<int32_t*>(device_allocate(device_, sizeof(int32_t), "the backend's state"));
@@ -189,7 +191,8 @@ namespace {
 
 class CapturedGraph final : public Graph {
   public:
-    CapturedGraph(int device, cudaStream_t stream, const std::function<void()>& ops) : device_(device), stream_(stream) {
+    CapturedGraph(int device, cudaStream_t stream, const std::function<void()>& ops)
+        : device_(device), stream_(stream) {
         check(cudaSetDevice(device_), "recording ops");
         check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed), "recording ops");
         cudaGraph_t graph = nullptr;
@@ -240,15 +243,17 @@ void CudaBackend::repack(const HostMatrix& m, unsigned char* to, const std::stri
         staging_ = nullptr;
         staging_ = device_allocate(device_, staging, "staging of weights");
     }
-    const int chunk = static_cast<int>(std::clamp<size_t>(kStagingBytes / tile_bytes, 1, 1 << 20)) * kTileRows;
+    const int chunk =
+        static_cast<int>(std::clamp<size_t>(kStagingBytes / tile_bytes, 1, 1 << 20)) * kTileRows;
     check(cudaMemsetAsync(bad_row_, 0x7F, sizeof(int32_t), stream_), name.c_str());
     for (int row = 0; row < m.out; row += chunk) {
         const int rows = std::min(chunk, m.out - row);
         const size_t data_bytes = row_bytes * static_cast<size_t>(rows);
         unsigned char* const scales = staging_ + aligned(data_bytes);
-        check(cudaMemcpyAsync(staging_, static_cast<const char*>(m.data) + row_bytes * static_cast<size_t>(row),
-                              data_bytes, cudaMemcpyHostToDevice, stream_),
-              name.c_str());
+        check(
+            cudaMemcpyAsync(staging_, static_cast<const char*>(m.data) + row_bytes * static_cast<size_t>(row),
+                            data_bytes, cudaMemcpyHostToDevice, stream_),
+            name.c_str());
         if (w4)
             check(cudaMemcpyAsync(scales,
                                   static_cast<const char*>(m.scales) + scale_bytes * static_cast<size_t>(row),
@@ -261,7 +266,8 @@ void CudaBackend::repack(const HostMatrix& m, unsigned char* to, const std::stri
     download(&bad, bad_row_, sizeof bad);
     if (bad < m.out)
         fail(ErrorCode::not_finite, "%s has %s in row %d of %d", name.c_str(),
-             w4 ? "a scale that is NaN, infinite or so large that its weights are" : "NaN or infinity", bad, m.out);
+             w4 ? "a scale that is NaN, infinite or so large that its weights are" : "NaN or infinity", bad,
+             m.out);
 }
 
 Weight CudaBackend::upload_matrix(const HostMatrix& matrix, const std::string& name) {
@@ -272,8 +278,8 @@ Weight CudaBackend::upload_matrix(const HostMatrix& matrix, const std::string& n
     if (matrix.data == nullptr) fail(ErrorCode::bad_model, "%s has no data", name.c_str());
     const bool w4 = matrix.kind == WeightKind::w4a16;
     if (w4 && matrix.in % kGroupSize != 0)
-        fail(ErrorCode::bad_model, "%s has %d inputs; INT4 weights come in groups of %d", name.c_str(), matrix.in,
-             kGroupSize);
+        fail(ErrorCode::bad_model, "%s has %d inputs; INT4 weights come in groups of %d", name.c_str(),
+             matrix.in, kGroupSize);
     if (w4 && matrix.scales == nullptr) fail(ErrorCode::bad_model, "%s has no scales", name.c_str());
     if (w4 && matrix.scale_dtype != DType::f32 && matrix.scale_dtype != DType::bf16)
         fail(ErrorCode::bad_model, "%s has scales of type %s; f32 or bf16 was expected", name.c_str(),
@@ -283,8 +289,8 @@ Weight CudaBackend::upload_matrix(const HostMatrix& matrix, const std::string& n
     weight.out = matrix.out;
     weight.in = matrix.in;
     weight.scale_dtype = matrix.scale_dtype;
-    unsigned char* const to =
-        arena_.take(matrix_bytes(matrix.kind, matrix.scale_dtype == DType::f32, matrix.out, matrix.in), name.c_str());
+    unsigned char* const to = arena_.take(
+        matrix_bytes(matrix.kind, matrix.scale_dtype == DType::f32, matrix.out, matrix.in), name.c_str());
     repack(matrix, to, name);
     weight.data = to;
     return weight;
@@ -294,7 +300,8 @@ const float* CudaBackend::upload_vector(std::span<const float> values, const std
     check(cudaSetDevice(device_), name.c_str());
     for (size_t i = 0; i < values.size(); ++i)
         if (!std::isfinite(values[i]))
-            fail(ErrorCode::not_finite, "%s has %g at index %zu", name.c_str(), static_cast<double>(values[i]), i);
+            fail(ErrorCode::not_finite, "%s has %g at index %zu", name.c_str(),
+                 static_cast<double>(values[i]), i);
     float* const to = reinterpret_cast<float*>(arena_.take(values.size_bytes(), name.c_str()));
     upload(to, values.data(), values.size_bytes());
     synchronize();
@@ -304,8 +311,9 @@ const float* CudaBackend::upload_vector(std::span<const float> values, const std
 ExpertSet CudaBackend::make_experts(std::span<const Weight> gate, std::span<const Weight> up,
                                     std::span<const Weight> down, const std::string& name) {
     if (gate.empty() || gate.size() != up.size() || gate.size() != down.size())
-        fail(ErrorCode::bad_model, "%s has %zu gate, %zu up and %zu down matrices; the same number was expected",
-             name.c_str(), gate.size(), up.size(), down.size());
+        fail(ErrorCode::bad_model,
+             "%s has %zu gate, %zu up and %zu down matrices; the same number was expected", name.c_str(),
+             gate.size(), up.size(), down.size());
     const auto alike = [](const Weight& a, const Weight& b) {
         return a.kind == b.kind && (a.kind != WeightKind::w4a16 || a.scale_dtype == b.scale_dtype);
     };
@@ -315,12 +323,14 @@ ExpertSet CudaBackend::make_experts(std::span<const Weight> gate, std::span<cons
         if (g.in != gate[0].in || g.out != gate[0].out || u.in != g.in || u.out != g.out || d.in != g.out ||
             d.out != g.in)
             fail(ErrorCode::bad_model,
-                 "%s: expert %zu has gate [%d, %d], up [%d, %d], down [%d, %d]; gate and up [%d, %d] and down its "
+                 "%s: expert %zu has gate [%d, %d], up [%d, %d], down [%d, %d]; gate and up [%d, %d] and "
+                 "down its "
                  "transpose's shape were expected",
                  name.c_str(), e, g.out, g.in, u.out, u.in, d.out, d.in, gate[0].out, gate[0].in);
         if (!alike(g, gate[0]) || !alike(u, gate[0]) || !alike(d, down[0]))
             fail(ErrorCode::unsupported,
-                 "%s: expert %zu stores its weights in another type than expert 0; on CUDA all gate and up matrices of "
+                 "%s: expert %zu stores its weights in another type than expert 0; on CUDA all gate and up "
+                 "matrices of "
                  "a layer have one type, and so have all down matrices",
                  name.c_str(), e);
     }

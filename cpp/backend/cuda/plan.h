@@ -1,6 +1,6 @@
-// How work is cut, as plain functions of shapes: what fixes bits (K-splits, attention splits and groups) depends on
-// weight shapes and absolute positions alone; what may follow the row count (tiles, warps) fixes no bit.
-// Host and device arithmetic without a GPU in it: tests/cuda checks it on any machine.
+// How work is cut, as plain functions of shapes: what fixes bits (K-splits, attention splits and groups)
+// depends on weight shapes and absolute positions alone; what may follow the row count (tiles, warps) fixes
+// no bit. Host and device arithmetic without a GPU in it: tests/cuda checks it on any machine.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,15 @@ namespace kdt::cuda {
 // ----------------------------------------------------------------------------------------------------------------
 // matrix products
 
-// K-splits of a matrix product: places where an accumulator restarts. `tiles` counts 16-row tiles that a warp takes
-// two at a time: of the matrix, of all heads, or of gate and up together. Splits exist to give a one-row product
-// enough warps; they are powers of two, at most 8 (one cluster), and at least 256 columns long.
+// K-splits of a matrix product: places where an accumulator restarts. `tiles` counts 16-row tiles that a warp
+// takes two at a time: of the matrix, of all heads, or of gate and up together. Splits exist to give a
+// one-row product enough warps; they are powers of two, at most 8 (one cluster), and at least 256 columns
+// long.
 inline int k_splits(int tiles, int in) {
     constexpr int kEnoughWarps = 768, kShortestSplit = 256;
     int splits = 1;
-    while (splits < 8 && tiles / 2 * splits < kEnoughWarps && in / (2 * splits) >= kShortestSplit) splits *= 2;
+    while (splits < 8 && tiles / 2 * splits < kEnoughWarps && in / (2 * splits) >= kShortestSplit)
+        splits *= 2;
     return splits;
 }
 
@@ -38,8 +40,8 @@ inline int expert_token_tiles(int rows) {
     return rows <= 8 ? 1 : 2;
 }
 
-// Warps of a block, each two row tiles wide: as many as still give every SM a block. More tokens need more threads
-// to carry their activations.
+// Warps of a block, each two row tiles wide: as many as still give every SM a block. More tokens need more
+// threads to carry their activations.
 inline int gemm_warps(int tiles, int parts, int token_tiles, WeightKind kind) {
     constexpr int kEnoughBlocks = 120;
     const int least = std::min(token_tiles, 8), most = kind == WeightKind::f32 ? std::max(least, 4) : 8;
@@ -63,12 +65,12 @@ inline int gemm_stages(int warps, WeightKind kind) {
 // ----------------------------------------------------------------------------------------------------------------
 // attention
 
-// Split s covers virtual positions [split_start(s), split_start(s + 1)); splits are whole chunks and grow with
-// distance. Group g folds whole splits. Changing any of these numbers changes bits.
+// Split s covers virtual positions [split_start(s), split_start(s + 1)); splits are whole chunks and grow
+// with distance. Group g folds whole splits. Changing any of these numbers changes bits.
 KDT_HOST_DEVICE int split_start(int s) {
-    if (s <= 8) return s * 128;                   // to 1,024
-    if (s <= 36) return 1024 + (s - 8) * 256;     // to 8,192
-    if (s <= 84) return 8192 + (s - 36) * 512;    // to 32,768
+    if (s <= 8) return s * 128;                 // to 1,024
+    if (s <= 36) return 1024 + (s - 8) * 256;   // to 8,192
+    if (s <= 84) return 8192 + (s - 36) * 512;  // to 32,768
     return 32768 + (s - 84) * 1024;
 }
 
@@ -80,7 +82,7 @@ KDT_HOST_DEVICE int split_of(int p) {
     return 84 + (p - 32768) / 1024;
 }
 
-KDT_HOST_DEVICE int group_start(int g) {  // a position
+KDT_HOST_DEVICE int group_start(int g) {       // a position
     if (g <= 4) return g * 1024;               // to 4,096
     if (g <= 6) return 4096 + (g - 4) * 2048;  // to 8,192
     return 8192 + (g - 6) * 4096;
@@ -92,7 +94,8 @@ KDT_HOST_DEVICE int group_of(int p) {
     return 6 + (p - 8192) / 4096;
 }
 
-// Rows up to which every split gets a block of its own; with more, a block folds the splits of a group in turn.
+// Rows up to which every split gets a block of its own; with more, a block folds the splits of a group in
+// turn.
 inline constexpr int kRowsForSplitBlocks = 8;
 // Rows of one attention launch: bounds the partial results that wait for their merge.
 inline constexpr int kAttentionRows = 72;

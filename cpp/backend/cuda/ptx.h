@@ -1,6 +1,6 @@
-// The instructions that CUDA C++ has no word for, one thin wrapper each, and nothing else. All of them exist on
-// sm_90 and sm_120 alike. tests/cuda/emulator holds a second version of this file in plain C++, found first on
-// its include path, with which every kernel also runs on a CPU.
+// The instructions that CUDA C++ has no word for, one thin wrapper each, and nothing else. All of them exist
+// on sm_90 and sm_120 alike. tests/cuda/emulator holds a second version of this file in plain C++, found
+// first on its include path, with which every kernel also runs on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,8 +33,8 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 tiles of 16-bit elements; lane l passes the address of row l % 8 of tile l / 8. Register i of lane l
-// gets elements (2 (l % 4), 2 (l % 4) + 1) of row l / 4 of tile i; transposed: of column l / 4.
+// Four 8 x 8 tiles of 16-bit elements; lane l passes the address of row l % 8 of tile l / 8. Register i of
+// lane l gets elements (2 (l % 4), 2 (l % 4) + 1) of row l / 4 of tile i; transposed: of column l / 4.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -70,8 +70,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// 16 bytes from global to shared memory, past L1, without a register. With `valid` false nothing is read and 16
-// zero bytes are written.
+// 16 bytes from global to shared memory, past L1, without a register. With `valid` false nothing is read and
+// 16 zero bytes are written.
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
@@ -101,9 +101,10 @@ __device__ __forceinline__ uint4 load_streaming(const void* global) {
     return v;
 }
 
-// Programmatic dependent launch: a kernel may start while its predecessor still runs. `grid_wait` blocks until
-// every earlier kernel of the stream has finished and its writes are visible; nothing that an earlier kernel
-// wrote may be read, and nothing that it reads may be written, before. Every kernel calls it in every thread.
+// Programmatic dependent launch: a kernel may start while its predecessor still runs. `grid_wait` blocks
+// until every earlier kernel of the stream has finished and its writes are visible; nothing that an earlier
+// kernel wrote may be read, and nothing that it reads may be written, before. Every kernel calls it in every
+// thread.
 __device__ __forceinline__ void grid_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -114,13 +115,16 @@ __device__ __forceinline__ void grid_launch_next() {
 
 // Thread block clusters.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 // A word of block `rank`'s shared memory, at the place that `mine` has in the caller's.
 __device__ __forceinline__ uint32_t cluster_load_word(const void* mine, uint32_t rank) {
     uint32_t remote, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(mine)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(remote)
+                 : "r"(shared_address(mine)), "r"(rank));
     asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(value) : "r"(remote) : "memory");
     return value;
 }

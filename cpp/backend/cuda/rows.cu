@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads) embed(const EmbedArgs a) {
     if (column >= width) return;
     const int token = a.token[row];
     float v[8] = {};
-    if (token >= 0 && token < a.table.out) {  // a drafter may propose what is no token: such a node is never accepted
+    if (token >= 0 &&
+        token < a.table.out) {  // a drafter may propose what is no token: such a node is never accepted
         const unsigned char* data = static_cast<const unsigned char*>(a.table.data);
         if (F32) {
             for (int part = 0; part < 2; ++part) {
@@ -43,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) embed(const EmbedArgs a) {
     for (int j = 0; j < 8 && column + j < width; ++j) y[j] = v[j];
 }
 
-// 1 / rms of `width` floats. Thread i takes columns 4 i .. 4 i + 3 of every 4 * blockDim.x, ascending, by fma.
+// 1 / rms of `width` floats. Thread i takes columns 4 i .. 4 i + 3 of every 4 * blockDim.x, ascending, by
+// fma.
 __device__ __forceinline__ float inverse_rms(const float* x, int width, float eps, float* scratch) {
     float sum = 0.0f;
     for (int c = static_cast<int>(threadIdx.x) * 4; c < width; c += static_cast<int>(blockDim.x) * 4)
@@ -110,8 +112,8 @@ __global__ void __launch_bounds__(kThreads) write_latent(const WriteLatentArgs a
     for (int j = static_cast<int>(threadIdx.x); j < half; j += kThreads) {
         const int2 pair = rope_pair(j, a.rope.rope, a.rope.interleaved);
         const long long angle = static_cast<long long>(at) * half + j;
-        const float2 y = rotate(load_activation(x + a.latent + pair.x), load_activation(x + a.latent + pair.y),
-                                a.rope.cos[angle], a.rope.sin[angle]);
+        const float2 y = rotate(load_activation(x + a.latent + pair.x),
+                                load_activation(x + a.latent + pair.y), a.rope.cos[angle], a.rope.sin[angle]);
         store_latent<Bf16>(to, a.latent + pair.x, y.x);
         store_latent<Bf16>(to, a.latent + pair.y, y.y);
     }
@@ -150,7 +152,8 @@ __global__ void __launch_bounds__(kThreads) gather_rows(const GatherRowsArgs a) 
             load_activation(a.x + static_cast<long long>(a.index[row]) * a.width + c);
 }
 
-// Scratch latents of the accepted path to their final slots. Scratch and pages never overlap, so that order is free.
+// Scratch latents of the accepted path to their final slots. Scratch and pages never overlap, so that order
+// is free.
 __global__ void __launch_bounds__(kThreads) commit(const CommitArgs a, int row_bytes) {
     ptx::grid_launch_next();
     ptx::grid_wait();
@@ -158,8 +161,8 @@ __global__ void __launch_bounds__(kThreads) commit(const CommitArgs a, int row_b
     if (j >= *a.length) return;
     const long long slot = page_slot(a.cache, *a.sequence, *a.start + j);
     if (slot < 0) return;
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const unsigned char*>(a.cache.scratch) +
-                                                             static_cast<long long>(a.path[j]) * row_bytes);
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(
+        static_cast<const unsigned char*>(a.cache.scratch) + static_cast<long long>(a.path[j]) * row_bytes);
     uint16_t* to = reinterpret_cast<uint16_t*>(static_cast<unsigned char*>(a.cache.pages) + slot * row_bytes);
     for (int i = static_cast<int>(threadIdx.x); i < row_bytes / 2; i += kThreads) to[i] = __ldcg(from + i);
 }
@@ -171,7 +174,8 @@ dim3 grid_of(int rows, int columns) {
 }  // namespace
 
 void launch_embed(const GemmLaunch& l, const EmbedArgs& args) {
-    const Launch as{l.stream, l.device, l.name, grid_of(args.rows.capacity, (args.table.in + 7) / 8), kThreads};
+    const Launch as{l.stream, l.device, l.name, grid_of(args.rows.capacity, (args.table.in + 7) / 8),
+                    kThreads};
     if (args.table.kind == WeightKind::f32)
         launch<embed<true>>(as, args);
     else
@@ -179,7 +183,8 @@ void launch_embed(const GemmLaunch& l, const EmbedArgs& args) {
 }
 
 void launch_rms_norm(const GemmLaunch& l, const RmsNormArgs& args) {
-    launch<rms_norm>({l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kThreads, kThreads / 32 * 4}, args);
+    launch<rms_norm>(
+        {l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kThreads, kThreads / 32 * 4}, args);
 }
 
 void launch_write_latent(const GemmLaunch& l, const WriteLatentArgs& args, bool bf16_cache) {
@@ -191,12 +196,14 @@ void launch_write_latent(const GemmLaunch& l, const WriteLatentArgs& args, bool 
 }
 
 void launch_rope_query(const GemmLaunch& l, const AbsorbQueryArgs& args) {
-    launch<rope_query>(
-        {l.stream, l.device, l.name, grid_of(args.rows.capacity, args.heads * (args.rope.rope / 2)), kThreads}, args);
+    launch<rope_query>({l.stream, l.device, l.name,
+                        grid_of(args.rows.capacity, args.heads * (args.rope.rope / 2)), kThreads},
+                       args);
 }
 
 void launch_gather_rows(const GemmLaunch& l, const GatherRowsArgs& args) {
-    launch<gather_rows>({l.stream, l.device, l.name, grid_of(args.rows.capacity, args.width), kThreads}, args);
+    launch<gather_rows>({l.stream, l.device, l.name, grid_of(args.rows.capacity, args.width), kThreads},
+                        args);
 }
 
 void launch_commit(const GemmLaunch& l, const CommitArgs& args, bool bf16_cache) {

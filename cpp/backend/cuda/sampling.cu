@@ -1,8 +1,8 @@
 // Eight blocks (a cluster) share a row of logits, each with a fixed slice of the vocabulary.
 //
-// Tokens are ordered by a 64-bit key: the logit, order-preserving, above the complement of the id; so no two tokens
-// tie. "The k greatest" and "the fewest whose mass reaches a limit" are then a threshold, found digit by digit.
-// Counts and masses are integers (mass: exp(z) in units of 2^-40), whose sums have no order.
+// Tokens are ordered by a 64-bit key: the logit, order-preserving, above the complement of the id; so no two
+// tokens tie. "The k greatest" and "the fewest whose mass reaches a limit" are then a threshold, found digit
+// by digit. Counts and masses are integers (mass: exp(z) in units of 2^-40), whose sums have no order.
 #include "backend/cuda/sampling.h"
 
 #include "backend/cuda/launch.h"
@@ -90,11 +90,13 @@ struct Slice {
     template <class F>
     __device__ __forceinline__ void for_each(const F& f) const {
 #pragma unroll 4
-        for (int id = begin + static_cast<int>(threadIdx.x); id < end; id += kThreads) f(id, load_activation(x + id));
+        for (int id = begin + static_cast<int>(threadIdx.x); id < end; id += kThreads)
+            f(id, load_activation(x + id));
     }
 };
 
-// The greatest key T with (sum of weight(id, x) over tokens with key >= T) >= target; at least one token reaches it.
+// The greatest key T with (sum of weight(id, x) over tokens with key >= T) >= target; at least one token
+// reaches it.
 template <class Weight>
 __device__ __forceinline__ uint64_t threshold(const Slice& slice, uint64_t target, uint64_t* scratch,
                                               const Weight& weight) {
@@ -130,7 +132,8 @@ __device__ __forceinline__ RowScan scan_row(const Slice& slice, uint64_t* scratc
     uint64_t greatest = 0, flags = 0;
     slice.for_each([&](int id, float x) {
         if (x != x) {
-            flags |= 1;  // joined as sums: the low half counts threads that saw a NaN, the high half finite values
+            flags |=
+                1;  // joined as sums: the low half counts threads that saw a NaN, the high half finite values
             return;
         }
         if (fabsf(x) < INFINITY) flags |= 1ull << 32;
@@ -144,7 +147,8 @@ __device__ __forceinline__ RowScan scan_row(const Slice& slice, uint64_t* scratc
 __device__ __forceinline__ uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                            uint32_t k1) {
     for (int round = 0; round < 10; ++round) {
-        const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+        const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0,
+                       p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
         const uint32_t high0 = static_cast<uint32_t>(p0 >> 32), high1 = static_cast<uint32_t>(p1 >> 32);
         const uint32_t n0 = high1 ^ c1 ^ k0, n2 = high0 ^ c3 ^ k1;
         c1 = static_cast<uint32_t>(p1);
@@ -158,14 +162,14 @@ __device__ __forceinline__ uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2
 }
 
 __device__ __forceinline__ float gumbel(const SampleParams& s, uint32_t id, uint32_t position) {
-    const uint32_t word = philox(id, position, s.choice, 0, static_cast<uint32_t>(s.seed),
-                                 static_cast<uint32_t>(s.seed >> 32));
+    const uint32_t word =
+        philox(id, position, s.choice, 0, static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32));
     const float v = fminf((static_cast<float>(word) + 0.5f) * 2.3283064365386963e-10f, 0.99999994f);
     const float e = v < 2.44140625e-4f ? fmaf(v * v, 0.5f, v) : -logf(1.0f - v);
     return -logf(e);
 }
 
-__global__ void __launch_bounds__(kThreads) select(const SelectArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) select(const SelectArgs a) {
     ptx::grid_launch_next();
     ptx::grid_wait();
     const int row = static_cast<int>(blockIdx.y);
@@ -190,7 +194,8 @@ __global__ void __launch_bounds__(kThreads) select(const SelectArgs a) {
     const auto mass = [&](float x) { return __float2ull_rn(expf(z_of(x)) * kMassUnit); };
     uint64_t least = 0;  // keys below are out
     if (s.top_k > 0 && s.top_k < a.vocab)
-        least = threshold(slice, static_cast<uint64_t>(s.top_k), scratch, [](int, float) -> uint64_t { return 1; });
+        least = threshold(slice, static_cast<uint64_t>(s.top_k), scratch,
+                          [](int, float) -> uint64_t { return 1; });
     if (s.top_p < 1.0f) {
         uint64_t sum = 0;
         slice.for_each([&](int id, float x) {
@@ -216,14 +221,14 @@ __global__ void __launch_bounds__(kThreads) select(const SelectArgs a) {
     if (writes) a.token[row] = key_id(best);
 }
 
-__global__ void __launch_bounds__(kThreads) top_k(const TopKArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) top_k(const TopKArgs a) {
     ptx::grid_launch_next();
     ptx::grid_wait();
     const int row = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
     if (row >= live_rows(a.rows)) return;
     uint64_t* const scratch = reinterpret_cast<uint64_t*>(ptx::shared_memory());
-    uint64_t* const mine = scratch + kJoinWords;    // [kMaxTopTokens] this block's
-    uint64_t* const all = mine + kMaxTopTokens;     // [kMaxTopTokens] everyone's, in block 0
+    uint64_t* const mine = scratch + kJoinWords;  // [kMaxTopTokens] this block's
+    uint64_t* const all = mine + kMaxTopTokens;   // [kMaxTopTokens] everyone's, in block 0
     float* const sums = reinterpret_cast<float*>(all + kMaxTopTokens);  // [kWarps], then the block's sum
     int32_t* const count = reinterpret_cast<int32_t*>(sums + kWarps + 1);
     const Slice slice(a.logits + static_cast<long long>(row) * a.vocab, a.vocab);
@@ -237,8 +242,8 @@ __global__ void __launch_bounds__(kThreads) top_k(const TopKArgs a) {
             for (int j = thread; j < a.k; j += kThreads) token[j] = j, logp[j] = NAN;
         return;
     }
-    const uint64_t least = threshold(slice, static_cast<uint64_t>(a.k), scratch,
-                                     [](int, float) -> uint64_t { return 1; });
+    const uint64_t least =
+        threshold(slice, static_cast<uint64_t>(a.k), scratch, [](int, float) -> uint64_t { return 1; });
     if (thread == 0) *count = 0;
     __syncthreads();
     float sum = 0.0f;
@@ -277,14 +282,14 @@ __global__ void __launch_bounds__(kThreads) top_k(const TopKArgs a) {
 }  // namespace
 
 void launch_select(const GemmLaunch& l, const SelectArgs& args) {
-    launch<select>({l.stream, l.device, l.name, dim3(kBlocks, static_cast<unsigned>(args.rows.capacity)), kThreads,
-                    kJoinWords * 8, kBlocks},
+    launch<select>({l.stream, l.device, l.name, dim3(kBlocks, static_cast<unsigned>(args.rows.capacity)),
+                    kThreads, kJoinWords * 8, kBlocks},
                    args);
 }
 
 void launch_top_k(const GemmLaunch& l, const TopKArgs& args) {
-    launch<top_k>({l.stream, l.device, l.name, dim3(kBlocks, static_cast<unsigned>(args.rows.capacity)), kThreads,
-                   kJoinWords * 8 + 2 * kMaxTopTokens * 8 + (kWarps + 2) * 4, kBlocks},
+    launch<top_k>({l.stream, l.device, l.name, dim3(kBlocks, static_cast<unsigned>(args.rows.capacity)),
+                   kThreads, kJoinWords * 8 + 2 * kMaxTopTokens * 8 + (kWarps + 2) * 4, kBlocks},
                   args);
 }
 

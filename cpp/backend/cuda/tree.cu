@@ -1,5 +1,5 @@
-// The tree ops: the algorithms of cpp/ddtree, in one launch each (docs/kernels/tree.md). Integers and float64 sums in a
-// fixed order: the results are those of the host's code, bit for bit.
+// The tree ops: the algorithms of cpp/ddtree, in one launch each (docs/kernels/tree.md). Integers and float64
+// sums in a fixed order: the results are those of the host's code, bit for bit.
 #include "backend/cuda/tree.h"
 
 #include "backend/cuda/device.h"
@@ -22,11 +22,11 @@ struct Build {
     uint64_t fresh[kMaxTableDepth];  // bit r: rank r is usable and its token stands at no earlier rank
     int32_t run[kMaxTableDepth];     // usable ranks: the first `run`
 
-    uint64_t key[kSlots];               // order-preserving form of the weight; 0: empty
+    uint64_t key[kSlots];  // order-preserving form of the weight; 0: empty
     double weight[kSlots];
-    double parent_weight[kSlots];       // float64 sum of the rank path without its last step
+    double parent_weight[kSlots];            // float64 sum of the rank path without its last step
     uint64_t rank_path[kSlots][kPathWords];  // a byte a depth, rank + 1, the first depth in the top byte
-    int32_t path[kSlots];               // -1: from the table
+    int32_t path[kSlots];                    // -1: from the table
     int32_t parent[kSlots];
     int32_t depth[kSlots];
     int32_t rank[kSlots];
@@ -67,7 +67,8 @@ struct Frontier {
         best_key = 0;
         best_slot = -1;
         for (int s = lane; s < slots; s += 32)
-            if (b.key[s] > best_key || (b.key[s] != 0 && b.key[s] == best_key && comes_first(b, s, best_slot))) {
+            if (b.key[s] > best_key ||
+                (b.key[s] != 0 && b.key[s] == best_key && comes_first(b, s, best_slot))) {
                 best_key = b.key[s];
                 best_slot = s;
             }
@@ -107,7 +108,8 @@ __device__ void prepare_row(Build& b, const ProposalArrays& p, int d, int lane) 
     for (int half = 0; half * 32 < p.table_width; ++half) {
         const int r = half * 32 + lane;
         const int32_t token = r < p.table_width ? b.token[d][r] : -1;
-        const bool ok = token >= 0 && is_log_probability(b.logp[d][r]) && (r == 0 || b.logp[d][r] <= b.logp[d][r - 1]);
+        const bool ok =
+            token >= 0 && is_log_probability(b.logp[d][r]) && (r == 0 || b.logp[d][r] <= b.logp[d][r - 1]);
         bool first = (__match_any_sync(0xFFFFFFFFu, token) & ((1u << lane) - 1u)) == 0;
         if (half == 0)
             low_token = token;
@@ -135,7 +137,9 @@ __global__ void __launch_bounds__(kThreads) build_tree(const BuildTreeArgs a) {
     Build& b = *reinterpret_cast<Build*>(ptx::shared_memory());
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     const ProposalArrays& p = a.proposal;
-    const int table_depth = p.table_depth == nullptr || p.table_width < 1 ? 0 : min(max(__ldcg(p.table_depth), 0), kMaxTableDepth);
+    const int table_depth = p.table_depth == nullptr || p.table_width < 1
+                                ? 0
+                                : min(max(__ldcg(p.table_depth), 0), kMaxTableDepth);
     const int paths = p.path_count == nullptr ? 0 : min(max(__ldcg(p.path_count), 0), p.max_paths);
     const int usable_depth = min(table_depth, a.max_depth);
     for (int d = warp; d < table_depth; d += kThreads / 32) prepare_row(b, p, d, lane);
@@ -212,7 +216,8 @@ __global__ void __launch_bounds__(kThreads) build_tree(const BuildTreeArgs a) {
                 if (lane == 0) {
                     b.key[s] = 0;
                     if (more) {
-                        b.weight[s] = weight + static_cast<double>(__ldcg(p.path_logp + path_at(path, depth + 1)));
+                        b.weight[s] =
+                            weight + static_cast<double>(__ldcg(p.path_logp + path_at(path, depth + 1)));
                         b.key[s] = weight_key(b.weight[s]);
                         b.parent[s] = node;
                         b.depth[s] = depth + 1;
@@ -225,8 +230,10 @@ __global__ void __launch_bounds__(kThreads) build_tree(const BuildTreeArgs a) {
                 __syncwarp();
                 if (lane < kPathWords) {
                     const uint64_t word = b.rank_path[s][lane];
-                    const auto step = [&](int at, int r) -> uint64_t {  // byte of depth `at` in this lane's word
-                        return (at - 1) / 8 == lane ? static_cast<uint64_t>(r + 1) << (56 - (at - 1) % 8 * 8) : 0;
+                    const auto step = [&](int at,
+                                          int r) -> uint64_t {  // byte of depth `at` in this lane's word
+                        return (at - 1) / 8 == lane ? static_cast<uint64_t>(r + 1) << (56 - (at - 1) % 8 * 8)
+                                                    : 0;
                     };
                     if (child >= 0) b.rank_path[added][lane] = word | step(depth + 1, child);
                     if (sibling >= 0) b.rank_path[s][lane] = word - step(depth, rank) + step(depth, sibling);
@@ -355,7 +362,8 @@ __global__ void __launch_bounds__(32) accept(const AcceptArgs a) {
         if (__any_sync(0xFFFFFFFFu, stop[0] == wanted || stop[1] == wanted)) break;
         int child = -1;
         for (int i = kPer - 1; i >= 0; --i) {
-            const uint32_t hits = __ballot_sync(0xFFFFFFFFu, lane + 32 * i > at && parent[i] == at && token[i] == wanted);
+            const uint32_t hits =
+                __ballot_sync(0xFFFFFFFFu, lane + 32 * i > at && parent[i] == at && token[i] == wanted);
             if (hits != 0) child = 32 * i + __ffs(static_cast<int>(hits)) - 1;
         }
         if (child < 0) break;
@@ -370,7 +378,8 @@ __global__ void __launch_bounds__(32) accept(const AcceptArgs a) {
 }  // namespace
 
 void launch_build_tree(const GemmLaunch& l, const BuildTreeArgs& args) {
-    launch<build_tree>({l.stream, l.device, l.name, dim3(1), kThreads, static_cast<int>(sizeof(Build))}, args);
+    launch<build_tree>({l.stream, l.device, l.name, dim3(1), kThreads, static_cast<int>(sizeof(Build))},
+                       args);
 }
 
 void launch_tree_rows(const GemmLaunch& l, const TreeRowsArgs& args) {

@@ -1,8 +1,9 @@
-// CUDA on a CPU, as far as this project's kernels use it: enough of the language and of the runtime for the .cu files
-// to compile as C++ and run, thread by thread, on fibers. It exists to find mistakes without a GPU: shared memory and
-// allocations start as NaN and end at guard pages; an asynchronous copy destroys its target when it is issued and
-// fills it only when it is waited for; a warp whose lanes meet at different instructions, a deadlock and a kernel that
-// never waits for its predecessor abort. It is no model of speed, and its mma.sync rounds differently from a GPU's.
+// CUDA on a CPU, as far as this project's kernels use it: enough of the language and of the runtime for the
+// .cu files to compile as C++ and run, thread by thread, on fibers. It exists to find mistakes without a GPU:
+// shared memory and allocations start as NaN and end at guard pages; an asynchronous copy destroys its target
+// when it is issued and fills it only when it is waited for; a warp whose lanes meet at different
+// instructions, a deadlock and a kernel that never waits for its predecessor abort. It is no model of speed,
+// and its mma.sync rounds differently from a GPU's.
 #pragma once
 
 #include <cmath>
@@ -43,9 +44,15 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int2 make_int2(int x, int y) {
+    return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return {x, y, z, w};
+}
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
 
 // ----------------------------------------------------------------------------------------------------------------
 // the machine
@@ -61,8 +68,8 @@ void copy_async(void* to, const void* from, bool valid);
 void copy_async_commit();
 void copy_async_wait(int pending);
 
-// All lanes of a warp bring `bytes` of input and get `bytes_out` of output; the last one to arrive runs `compute` on
-// everyone's input ([32], absent lanes marked in `present`).
+// All lanes of a warp bring `bytes` of input and get `bytes_out` of output; the last one to arrive runs
+// `compute` on everyone's input ([32], absent lanes marked in `present`).
 struct Warp {
     const unsigned char (*in)[64];
     unsigned char (*out)[64];
@@ -106,7 +113,8 @@ inline void do_ballot(const Warp& w) {
 inline void do_match(const Warp& w) {
     for (int l = 0; l < 32; ++l) {
         uint32_t bits = 0;
-        for (int m = 0; m < 32; ++m) bits |= static_cast<uint32_t>(std::memcmp(w.in[l], w.in[m], 4) == 0) << m;
+        for (int m = 0; m < 32; ++m)
+            bits |= static_cast<uint32_t>(std::memcmp(w.in[l], w.in[m], 4) == 0) << m;
         std::memcpy(w.out[l], &bits, 4);
     }
 }
@@ -130,8 +138,12 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 // ----------------------------------------------------------------------------------------------------------------
 // device functions
 
-inline void __syncthreads() { kdt_emulator::block_barrier(); }
-inline void __syncwarp() { kdt_emulator::collective<int, int>(kdt_emulator::do_nothing, 0); }
+inline void __syncthreads() {
+    kdt_emulator::block_barrier();
+}
+inline void __syncwarp() {
+    kdt_emulator::collective<int, int>(kdt_emulator::do_nothing, 0);
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -149,7 +161,9 @@ T __shfl_up_sync(unsigned mask, T value, int offset) {
 inline unsigned __ballot_sync(unsigned, bool x) {
     return kdt_emulator::collective<unsigned char, unsigned>(kdt_emulator::do_ballot, x ? 1 : 0);
 }
-inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __any_sync(unsigned mask, bool x) {
+    return __ballot_sync(mask, x) != 0;
+}
 inline unsigned __match_any_sync(unsigned, int x) {
     return kdt_emulator::collective<int, unsigned>(kdt_emulator::do_match, x);
 }
@@ -172,12 +186,24 @@ inline long long __double_as_longlong(double x) {
     std::memcpy(&y, &x, 8);
     return y;
 }
-inline unsigned long long __float2ull_rn(float x) { return static_cast<unsigned long long>(std::nearbyint(x)); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __ffsll(long long x) { return __builtin_ffsll(x); }
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned long long __float2ull_rn(float x) {
+    return static_cast<unsigned long long>(std::nearbyint(x));
+}
+inline int __popc(unsigned x) {
+    return __builtin_popcount(x);
+}
+inline int __ffs(int x) {
+    return __builtin_ffs(x);
+}
+inline int __ffsll(long long x) {
+    return __builtin_ffsll(x);
+}
+inline int min(int a, int b) {
+    return a < b ? a : b;
+}
+inline int max(int a, int b) {
+    return a > b ? a : b;
+}
 template <class T>
 T __ldcg(const T* p) {
     return *p;
@@ -272,10 +298,12 @@ template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const A&... args) {
     unsigned cluster = 1;
     for (unsigned i = 0; i < config->numAttrs; ++i)
-        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+            cluster = config->attrs[i].val.clusterDim.x;
     std::tuple<std::decay_t<P>...> copy(args...);
     const dim3 grid = config->gridDim, block = config->blockDim;
     const size_t shared = config->dynamicSmemBytes;
-    kdt_emulator::queue([=] { kdt_emulator::run(grid, block, shared, cluster, [&] { std::apply(kernel, copy); }); });
+    kdt_emulator::queue(
+        [=] { kdt_emulator::run(grid, block, shared, cluster, [&] { std::apply(kernel, copy); }); });
     return cudaSuccess;
 }

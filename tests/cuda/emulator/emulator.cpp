@@ -24,8 +24,8 @@ constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kMostIdlePasses = 100000;
 
 [[noreturn]] void die(const char* what) {
-    std::fprintf(stderr, "emulator: %s (block %u %u %u, thread %u)\n", what, blockIdx.x, blockIdx.y, blockIdx.z,
-                 threadIdx.x);
+    std::fprintf(stderr, "emulator: %s (block %u %u %u, thread %u)\n", what, blockIdx.x, blockIdx.y,
+                 blockIdx.z, threadIdx.x);
     std::abort();
 }
 
@@ -110,7 +110,9 @@ void yield() {
 }
 
 // Arrives and waits for everybody; true in the last one, which must call `open` when its work is done.
-bool arrive(Barrier& barrier, int expected) { return ++barrier.arrived >= expected; }
+bool arrive(Barrier& barrier, int expected) {
+    return ++barrier.arrived >= expected;
+}
 
 void open(Barrier& barrier) {
     barrier.arrived = 0;
@@ -139,7 +141,8 @@ void enter() {
     --self->warp->live;
     --self->block->live;
     --cluster_live;
-    if (self->block->live > 0 && self->block->barrier.arrived >= self->block->live) open(self->block->barrier);
+    if (self->block->live > 0 && self->block->barrier.arrived >= self->block->live)
+        open(self->block->barrier);
     _longjmp(scheduler, 1);
 }
 
@@ -176,7 +179,8 @@ void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
             ++thread->warp->live;
             const size_t index = threads.size();
             if (index == stacks.size()) {
-                void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                void* stack =
+                    mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
                 if (stack == MAP_FAILED) die("out of memory for stacks");
                 stacks.push_back(static_cast<unsigned char*>(stack));
             }
@@ -212,11 +216,17 @@ void block_barrier() {
     wait(block.barrier, block.live);
 }
 
-void cluster_barrier() { wait(cluster, cluster_live); }
+void cluster_barrier() {
+    wait(cluster, cluster_live);
+}
 
-void note_grid_wait() { current->waited = true; }
+void note_grid_wait() {
+    current->waited = true;
+}
 
-unsigned char* shared_memory() { return current->block->shared->data; }
+unsigned char* shared_memory() {
+    return current->block->shared->data;
+}
 
 const void* cluster_address(const void* mine, unsigned rank) {
     const ptrdiff_t offset = static_cast<const unsigned char*>(mine) - current->block->shared->data;
@@ -233,11 +243,15 @@ void copy_async(void* to, const void* from, bool valid) {
     current->groups.back().push_back(copy);
 }
 
-void copy_async_commit() { current->groups.emplace_back(); }
+void copy_async_commit() {
+    current->groups.emplace_back();
+}
 
 void copy_async_wait(int pending) {
     auto& groups = current->groups;  // the last one is open
-    const size_t finished = groups.size() - 1 > static_cast<size_t>(pending) ? groups.size() - 1 - static_cast<size_t>(pending) : 0;
+    const size_t finished = groups.size() - 1 > static_cast<size_t>(pending)
+                                ? groups.size() - 1 - static_cast<size_t>(pending)
+                                : 0;
     for (size_t i = 0; i < finished; ++i)
         for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.data, 16);
     groups.erase(groups.begin(), groups.begin() + static_cast<ptrdiff_t>(finished));
@@ -265,7 +279,8 @@ void warp_collective(Collective compute, const void* in, size_t in_bytes, void* 
     std::memcpy(out, warp.out[lane], out_bytes);
 }
 
-void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size, const std::function<void()>& kernel) {
+void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size,
+         const std::function<void()>& kernel) {
     if (grid.x % cluster_size != 0) die("a grid that is no whole number of clusters");
     if (grid.y > 65535 || grid.z > 65535) die("a grid that is too large");
     if (shared_bytes > 101376) die("more shared memory than sm_120 has");
@@ -324,8 +339,12 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
     return cudaSuccess;
 }
 
-const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) {
+    return "an emulated error";
+}
+cudaError_t cudaGetLastError() {
+    return cudaSuccess;
+}
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     auto memory = std::make_unique<kdt_emulator::Guarded>(bytes, 256);
     *pointer = memory->data;
@@ -348,7 +367,9 @@ cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
     kdt_emulator::queue([=] { std::memset(to, byte, bytes); });
     return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int) {
+    return cudaSuccess;
+}
 cudaError_t cudaGetDeviceCount(int* count) {
     *count = 1;
     return cudaSuccess;
@@ -369,6 +390,12 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
     *stream = reinterpret_cast<cudaStream_t>(1);
     return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t) {
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+    return cudaSuccess;
+}

@@ -102,7 +102,8 @@ KDT_CASE(route_chooses_the_best_experts) {
             const Weight gate = b.upload_matrix(m.host(), "gate");
             std::vector<float> bias = random_rows(random, 1, s.experts);
             for (float& v : bias) v *= 0.1f;
-            const float* dbias = s.scoring == Scoring::sigmoid_noaux_tc ? b.upload_vector(bias, "bias") : nullptr;
+            const float* dbias =
+                s.scoring == Scoring::sigmoid_noaux_tc ? b.upload_vector(bias, "bias") : nullptr;
             const int pool = 6;
             std::vector<float> x = random_rows(random, pool, s.hidden);
             for (float& v : x) v *= 3.0f;
@@ -112,13 +113,24 @@ KDT_CASE(route_chooses_the_best_experts) {
                 for (size_t i = 0; i < rows.size(); ++i)
                     for (int c = 0; c < s.hidden; ++c)
                         in[i * static_cast<size_t>(s.hidden) + static_cast<size_t>(c)] =
-                            rows[i] < 0 ? garbage(-1 - rows[i], random) : x[static_cast<size_t>(rows[i] * s.hidden + c)];
+                            rows[i] < 0 ? garbage(-1 - rows[i], random)
+                                        : x[static_cast<size_t>(rows[i] * s.hidden + c)];
                 const Device<float> dx(b, in);
                 const Device<int32_t> live = scalar(b, rows.size());
                 Device<int32_t> expert(b, static_cast<size_t>(capacity * s.top_k));
                 Device<float> weight(b, static_cast<size_t>(capacity * s.top_k));
-                b.route({{capacity, live.data()}, dx.data(), gate, dbias, s.scoring, s.top_k, s.groups, s.top_groups,
-                         s.normalize, scaling, expert.data(), weight.data()});
+                b.route({{capacity, live.data()},
+                         dx.data(),
+                         gate,
+                         dbias,
+                         s.scoring,
+                         s.top_k,
+                         s.groups,
+                         s.top_groups,
+                         s.normalize,
+                         scaling,
+                         expert.data(),
+                         weight.data()});
                 auto ids = rows_of(expert.get(), static_cast<size_t>(s.top_k), rows.size());
                 const auto weights = rows_of(weight.get(), static_cast<size_t>(s.top_k), rows.size());
                 for (size_t i = 0; i < ids.size(); ++i) {
@@ -175,8 +187,18 @@ KDT_CASE(route_ties_go_to_the_lower_id) {
     for (const int groups : {1, 8}) {
         Device<int32_t> expert(b, size_t{5});
         Device<float> weight(b, size_t{5});
-        b.route({{1, live.data()}, x.data(), gate, bias, Scoring::sigmoid_noaux_tc, 5, groups, groups > 1 ? 2 : 1, true,
-                 1.0f, expert.data(), weight.data()});
+        b.route({{1, live.data()},
+                 x.data(),
+                 gate,
+                 bias,
+                 Scoring::sigmoid_noaux_tc,
+                 5,
+                 groups,
+                 groups > 1 ? 2 : 1,
+                 true,
+                 1.0f,
+                 expert.data(),
+                 weight.data()});
         expect_same(expert.get(), std::vector<int32_t>{0, 1, 2, 3, 4}, "experts");
     }
 }
@@ -205,8 +227,8 @@ std::vector<ExpertShape> expert_shapes() {
 
 }  // namespace
 
-// A pair given to the wrong expert or row, slots added in another order, the shared expert added twice, a token that
-// feels the other tokens of its expert.
+// A pair given to the wrong expert or row, slots added in another order, the shared expert added twice, a
+// token that feels the other tokens of its expert.
 KDT_CASE(experts_sum_their_slots) {
     Random random(33);
     for (const std::string precision : {"bf16", "f32"}) {
@@ -225,7 +247,8 @@ KDT_CASE(experts_sum_their_slots) {
             }
             const ExpertSet set = b.make_experts(wg, wu, wd, "experts");
             const int pool = options().small ? 5 : 9;
-            const std::vector<float> x = random_rows(random, pool, s.hidden), start = random_rows(random, pool, s.hidden),
+            const std::vector<float> x = random_rows(random, pool, s.hidden),
+                                     start = random_rows(random, pool, s.hidden),
                                      shared = random_rows(random, pool, s.hidden);
             std::vector<std::vector<int>> expert;
             std::vector<std::vector<float>> weight;
@@ -235,7 +258,8 @@ KDT_CASE(experts_sum_their_slots) {
                 if (i == 1) ids = expert[0];  // an expert with several tokens
                 expert.push_back(ids);
                 weight.emplace_back();
-                for (int k = 0; k < s.top_k; ++k) weight.back().push_back(0.1f + static_cast<float>(random.unit()));
+                for (int k = 0; k < s.top_k; ++k)
+                    weight.back().push_back(0.1f + static_cast<float>(random.unit()));
             }
             const size_t hidden = static_cast<size_t>(s.hidden), top_k = static_cast<size_t>(s.top_k);
             const auto run = [&](const std::vector<int>& rows, int capacity) {
@@ -246,7 +270,8 @@ KDT_CASE(experts_sum_their_slots) {
                 for (size_t i = 0; i < rows.size(); ++i) {
                     const size_t from = static_cast<size_t>(std::max(rows[i], 0));
                     for (size_t c = 0; c < hidden; ++c) {
-                        in[i * hidden + c] = rows[i] < 0 ? garbage(-1 - rows[i], random) : x[from * hidden + c];
+                        in[i * hidden + c] =
+                            rows[i] < 0 ? garbage(-1 - rows[i], random) : x[from * hidden + c];
                         more[i * hidden + c] = shared[from * hidden + c];
                         y[i * hidden + c] = start[from * hidden + c];
                     }
@@ -260,12 +285,18 @@ KDT_CASE(experts_sum_their_slots) {
                 const Device<int32_t> de(b, slot_expert), live = scalar(b, rows.size());
                 Device<float> dy(b, n * hidden);
                 dy.set(y);
-                b.experts({{capacity, live.data()}, dx.data(), set, de.data(), dw.data(), s.top_k,
-                           s.shared ? ds.data() : nullptr, dy.data()});
+                b.experts({{capacity, live.data()},
+                           dx.data(),
+                           set,
+                           de.data(),
+                           dw.data(),
+                           s.top_k,
+                           s.shared ? ds.data() : nullptr,
+                           dy.data()});
                 return rows_of(dy.get(), hidden, rows.size());
             };
-            const std::string what = format("%s, %d experts of [%d, %d], top %d", precision.c_str(), s.experts, s.inner,
-                                            s.hidden, s.top_k);
+            const std::string what = format("%s, %d experts of [%d, %d], top %d", precision.c_str(),
+                                            s.experts, s.inner, s.hidden, s.top_k);
             for (int i = 0; i < std::min(pool, 3); ++i) {
                 std::vector<float> got(hidden);
                 std::memcpy(got.data(), run({i}, 1)[0].data(), hidden * 4);
@@ -280,9 +311,11 @@ KDT_CASE(experts_sum_their_slots) {
                     for (size_t n = 0; n < act.size(); ++n) {
                         double g = 0.0, u = 0.0;
                         for (size_t c = 0; c < hidden; ++c) {
-                            const double v = static_cast<double>(bf16 ? bf16_round(x[at * hidden + c]) : x[at * hidden + c]);
+                            const double v = static_cast<double>(bf16 ? bf16_round(x[at * hidden + c])
+                                                                      : x[at * hidden + c]);
                             const bool round = bf16 && s.kind == WeightKind::f32;
-                            const float wg1 = gate[e].value[n * hidden + c], wu1 = up[e].value[n * hidden + c];
+                            const float wg1 = gate[e].value[n * hidden + c],
+                                        wu1 = up[e].value[n * hidden + c];
                             g += v * static_cast<double>(round ? bf16_round(wg1) : wg1);
                             u += v * static_cast<double>(round ? bf16_round(wu1) : wu1);
                         }
@@ -291,7 +324,8 @@ KDT_CASE(experts_sum_their_slots) {
                     for (size_t c = 0; c < hidden; ++c) {
                         double sum = 0.0, size = 0.0;
                         for (size_t n = 0; n < act.size(); ++n) {
-                            const double term = act[n] * static_cast<double>(down[e].value[c * act.size() + n]);
+                            const double term =
+                                act[n] * static_cast<double>(down[e].value[c * act.size() + n]);
                             sum += term;
                             size += std::fabs(term);
                         }

@@ -16,8 +16,9 @@ struct Shape {
 std::vector<Shape> shapes() {
     const auto f = WeightKind::f32, b = WeightKind::bf16, w = WeightKind::w4a16;
     std::vector<Shape> list = {
-        {f, DType::f32, 40, 72},   {b, DType::f32, 33, 37},     {w, DType::f32, 50, 96},  {w, DType::bf16, 96, 32},
-        {f, DType::f32, 24, 1024}, {b, DType::bf16, 100, 2048}, {w, DType::bf16, 40, 2080}, {w, DType::f32, 16, 2048},
+        {f, DType::f32, 40, 72},    {b, DType::f32, 33, 37},   {w, DType::f32, 50, 96},
+        {w, DType::bf16, 96, 32},   {f, DType::f32, 24, 1024}, {b, DType::bf16, 100, 2048},
+        {w, DType::bf16, 40, 2080}, {w, DType::f32, 16, 2048},
     };
     if (!options().small) {
         for (const Shape& s : std::vector<Shape>{{w, DType::bf16, 4096, 7168},
@@ -58,7 +59,8 @@ Product dot(const float* x, const float* w, int n, bool bf16) {
     return p;
 }
 
-// A W4A16 weight is exact before its scale, which is applied to float32 sums: the weight itself is not rounded to bf16.
+// A W4A16 weight is exact before its scale, which is applied to float32 sums: the weight itself is not
+// rounded to bf16.
 Product dot(const float* x, const TestMatrix& m, int row, bool bf16) {
     const float* w = m.value.data() + static_cast<size_t>(row) * static_cast<size_t>(m.in);
     if (m.kind != WeightKind::w4a16) return dot(x, w, m.in, bf16);
@@ -80,14 +82,15 @@ std::vector<float> random_rows(Random& random, int rows, int width, bool integer
 }
 
 // Rows of a pool or of garbage, one after another, NaN past the live ones.
-std::vector<float> gather(const std::vector<float>& pool, const std::vector<int>& rows, int capacity, int width,
-                          Random& random) {
+std::vector<float> gather(const std::vector<float>& pool, const std::vector<int>& rows, int capacity,
+                          int width, Random& random) {
     std::vector<float> x(static_cast<size_t>(capacity) * static_cast<size_t>(width), NAN);
     for (size_t i = 0; i < rows.size(); ++i)
         for (int k = 0; k < width; ++k)
             x[i * static_cast<size_t>(width) + static_cast<size_t>(k)] =
                 rows[i] < 0 ? garbage(-1 - rows[i], random)
-                            : pool[static_cast<size_t>(rows[i]) * static_cast<size_t>(width) + static_cast<size_t>(k)];
+                            : pool[static_cast<size_t>(rows[i]) * static_cast<size_t>(width) +
+                                   static_cast<size_t>(k)];
     return x;
 }
 
@@ -109,8 +112,8 @@ void linear_against_reference(bool integers) {
                 std::vector<double> wanted, bound;
                 for (int i = 0; i < rows; ++i)
                     for (int n = 0; n < s.out; ++n) {
-                        const Product p = dot(x.data() + static_cast<size_t>(i) * static_cast<size_t>(s.in), m, n,
-                                              precision == "bf16");
+                        const Product p = dot(x.data() + static_cast<size_t>(i) * static_cast<size_t>(s.in),
+                                              m, n, precision == "bf16");
                         const double old = accumulate ? static_cast<double>(before[wanted.size()]) : 0.0;
                         wanted.push_back(old + p.value);
                         bound.push_back(integers ? 0.0 : kSumError * p.size + 1e-7 * std::fabs(old) + 1e-30);
@@ -146,17 +149,19 @@ KDT_CASE(linear_rows_are_pure) {
             const std::vector<float> before = random_rows(random, pool_rows, s.out);
             for (const bool accumulate : {false, true}) {
                 if (accumulate && options().small) continue;
-                check_purity(label(precision, s), random, pool_rows, [&](const std::vector<int>& rows, int capacity) {
-                    const Device<float> x(b, gather(pool, rows, capacity, s.in, random));
-                    const Device<int32_t> live = scalar(b, rows.size());
-                    Device<float> y(b, static_cast<size_t>(capacity) * static_cast<size_t>(s.out));
-                    if (accumulate) {
-                        std::vector<float> start = gather(before, rows, static_cast<int>(rows.size()), s.out, random);
-                        y.set(start);
-                    }
-                    b.linear({{capacity, live.data()}, x.data(), w, y.data(), accumulate});
-                    return rows_of(y.get(), static_cast<size_t>(s.out), rows.size());
-                });
+                check_purity(
+                    label(precision, s), random, pool_rows, [&](const std::vector<int>& rows, int capacity) {
+                        const Device<float> x(b, gather(pool, rows, capacity, s.in, random));
+                        const Device<int32_t> live = scalar(b, rows.size());
+                        Device<float> y(b, static_cast<size_t>(capacity) * static_cast<size_t>(s.out));
+                        if (accumulate) {
+                            std::vector<float> start =
+                                gather(before, rows, static_cast<int>(rows.size()), s.out, random);
+                            y.set(start);
+                        }
+                        b.linear({{capacity, live.data()}, x.data(), w, y.data(), accumulate});
+                        return rows_of(y.get(), static_cast<size_t>(s.out), rows.size());
+                    });
             }
         }
     }
@@ -191,9 +196,11 @@ struct GatedShape {
 
 std::vector<GatedShape> gated_shapes() {
     const auto f = WeightKind::f32, b = WeightKind::bf16, w = WeightKind::w4a16;
-    std::vector<GatedShape> list = {{f, f, 40, 72}, {b, b, 20, 600}, {w, w, 72, 96}, {w, b, 48, 64}, {w, w, 33, 1024}};
+    std::vector<GatedShape> list = {
+        {f, f, 40, 72}, {b, b, 20, 600}, {w, w, 72, 96}, {w, b, 48, 64}, {w, w, 33, 1024}};
     if (!options().small)
-        for (const GatedShape& s : std::vector<GatedShape>{{w, w, 2048, 7168}, {b, b, 2816, 2048}, {b, f, 300, 2048}})
+        for (const GatedShape& s :
+             std::vector<GatedShape>{{w, w, 2048, 7168}, {b, b, 2816, 2048}, {b, f, 300, 2048}})
             list.push_back(s);
     return list;
 }
@@ -219,11 +226,13 @@ KDT_CASE(gated_linear_is_silu_of_gate_times_up) {
             for (int i = 0; i < rows; ++i)
                 for (int n = 0; n < s.out; ++n) {
                     const float* row = x.data() + static_cast<size_t>(i) * static_cast<size_t>(s.in);
-                    const Product pg = dot(row, gate, n, precision == "bf16"), pu = dot(row, up, n, precision == "bf16");
+                    const Product pg = dot(row, gate, n, precision == "bf16"),
+                                  pu = dot(row, up, n, precision == "bf16");
                     const double silu = pg.value / (1.0 + std::exp(-pg.value));
                     wanted.push_back(silu * pu.value);
                     bound.push_back(1.1 * std::fabs(pu.value) * kSumError * pg.size +
-                                    std::fabs(silu) * kSumError * pu.size + 2e-6 * std::fabs(silu * pu.value) + 1e-12);
+                                    std::fabs(silu) * kSumError * pu.size +
+                                    2e-6 * std::fabs(silu * pu.value) + 1e-12);
                 }
             expect_near(y.get(), wanted, bound, format("%s gated [%d, %d]", precision.c_str(), s.out, s.in));
         }
@@ -296,7 +305,8 @@ KDT_CASE(absorb_query_and_project_value) {
                 const Weight value_up = b.upload_matrix(h.value_up.host(), "value_up");
                 const Device<float> cos(b, h.cos), sin(b, h.sin);
                 const RopeTable table{cos.data(), sin.data(), s.rope, h.positions, s.interleaved};
-                const int q_width = s.nope + s.rope, width = s.latent + s.rope, pool_rows = options().small ? 2 : 5;
+                const int q_width = s.nope + s.rope, width = s.latent + s.rope,
+                          pool_rows = options().small ? 2 : 5;
                 const std::vector<float> q = random_rows(random, pool_rows, s.heads * q_width);
                 const std::vector<float> o = random_rows(random, pool_rows, s.heads * s.latent);
                 std::vector<int32_t> position;
@@ -312,7 +322,14 @@ KDT_CASE(absorb_query_and_project_value) {
                     RowBatch batch;
                     batch.position = positions.data();
                     Device<float> y(b, static_cast<size_t>(capacity) * static_cast<size_t>(s.heads * width));
-                    b.absorb_query({{capacity, live.data()}, batch, x.data(), key_up, s.heads, s.nope, s.latent, table,
+                    b.absorb_query({{capacity, live.data()},
+                                    batch,
+                                    x.data(),
+                                    key_up,
+                                    s.heads,
+                                    s.nope,
+                                    s.latent,
+                                    table,
                                     y.data()});
                     return rows_of(y.get(), static_cast<size_t>(s.heads * width), rows.size());
                 };
@@ -324,7 +341,8 @@ KDT_CASE(absorb_query_and_project_value) {
                         {{capacity, live.data()}, x.data(), value_up, s.heads, s.latent, s.v, y.data()});
                     return rows_of(y.get(), static_cast<size_t>(s.heads * s.v), rows.size());
                 };
-                const std::string what = format("%s, %d heads of %d + %d", precision.c_str(), s.heads, s.latent, s.rope);
+                const std::string what =
+                    format("%s, %d heads of %d + %d", precision.c_str(), s.heads, s.latent, s.rope);
 
                 std::vector<float> got(static_cast<size_t>(s.heads * width));
                 std::memcpy(got.data(), absorb({1}, 1)[0].data(), got.size() * 4);
@@ -340,8 +358,10 @@ KDT_CASE(absorb_query_and_project_value) {
                     const size_t at = static_cast<size_t>(position[1]) * static_cast<size_t>(s.rope / 2);
                     std::vector<double> turned(static_cast<size_t>(s.rope));
                     for (int j = 0; j < s.rope / 2; ++j) {
-                        const int first = s.interleaved ? 2 * j : j, second = s.interleaved ? 2 * j + 1 : j + s.rope / 2;
-                        const double x0 = static_cast<double>(x[s.nope + first]), x1 = static_cast<double>(x[s.nope + second]);
+                        const int first = s.interleaved ? 2 * j : j,
+                                  second = s.interleaved ? 2 * j + 1 : j + s.rope / 2;
+                        const double x0 = static_cast<double>(x[s.nope + first]),
+                                     x1 = static_cast<double>(x[s.nope + second]);
                         const double co = static_cast<double>(h.cos[at + static_cast<size_t>(j)]);
                         const double si = static_cast<double>(h.sin[at + static_cast<size_t>(j)]);
                         turned[static_cast<size_t>(first)] = x0 * co - x1 * si;

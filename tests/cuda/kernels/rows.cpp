@@ -37,8 +37,8 @@ KDT_CASE(embed_copies_rows) {
             const auto rows = rows_of(y.get(), static_cast<size_t>(width), 17);
             for (size_t i = 0; i < rows.size(); ++i)
                 expect_same(reinterpret_cast<const float*>(rows[i].data()),
-                            m.value.data() + static_cast<size_t>(token[i] * width), static_cast<size_t>(width),
-                            format("row %zu of width %d", i, width));
+                            m.value.data() + static_cast<size_t>(token[i] * width),
+                            static_cast<size_t>(width), format("row %zu of width %d", i, width));
         }
 }
 
@@ -57,7 +57,8 @@ KDT_CASE(rms_norm) {
             for (size_t i = 0; i < rows.size(); ++i)
                 for (int c = 0; c < stride; ++c)
                     in[i * static_cast<size_t>(stride) + static_cast<size_t>(c)] =
-                        rows[i] < 0 ? garbage(-1 - rows[i], random) : x[static_cast<size_t>(rows[i] * stride + c)];
+                        rows[i] < 0 ? garbage(-1 - rows[i], random)
+                                    : x[static_cast<size_t>(rows[i] * stride + c)];
             const Device<float> dx(b, in);
             const Device<int32_t> live = scalar(b, rows.size());
             Device<float> y(b, static_cast<size_t>(capacity * width));
@@ -73,7 +74,8 @@ KDT_CASE(rms_norm) {
             const double r = 1.0 / std::sqrt(sum / width + static_cast<double>(eps));
             std::vector<double> wanted, bound;
             for (int c = 0; c < width; ++c) {
-                wanted.push_back(static_cast<double>(row[c]) * r * static_cast<double>(weight[static_cast<size_t>(c)]));
+                wanted.push_back(static_cast<double>(row[c]) * r *
+                                 static_cast<double>(weight[static_cast<size_t>(c)]));
                 bound.push_back(1e-6 * std::fabs(wanted.back()) + 1e-30);
             }
             expect_near(got, wanted, bound, format("width %d", width));
@@ -100,7 +102,8 @@ KDT_CASE(write_latent_and_commit) {
         Backend& b = backend(precision);
         const bool bf16 = precision == "bf16";
         for (const Shape s : {Shape{72, 24, true}, Shape{64, 16, false}, Shape{512, 64, true}}) {
-            const int width = s.latent + s.rope, positions = 200, pages_each = 4, sequences = 3, page_count = 17;
+            const int width = s.latent + s.rope, positions = 200, pages_each = 4, sequences = 3,
+                      page_count = 17;
             std::vector<float> cos, sin;
             for (int i = 0; i < positions * s.rope / 2; ++i) {
                 cos.push_back(random.symmetric());
@@ -159,23 +162,29 @@ KDT_CASE(write_latent_and_commit) {
                 size_t slot = at;
                 const bool to_scratch = ancestor_count[at] > 0;
                 if (!to_scratch) {
-                    const int page = table[static_cast<size_t>(sequence[at] * pages_each + position[at] / kPageSize)];
+                    const int page =
+                        table[static_cast<size_t>(sequence[at] * pages_each + position[at] / kPageSize)];
                     if (page < 0) continue;
-                    slot = static_cast<size_t>(page) * kPageSize + static_cast<size_t>(position[at] % kPageSize);
+                    slot =
+                        static_cast<size_t>(page) * kPageSize + static_cast<size_t>(position[at] % kPageSize);
                     page_slot_used[slot] = true;
                 }
                 const float* x = ckv.data() + i * width;
                 double sum = 0.0;
-                for (int c = 0; c < s.latent; ++c) sum += static_cast<double>(x[c]) * static_cast<double>(x[c]);
+                for (int c = 0; c < s.latent; ++c)
+                    sum += static_cast<double>(x[c]) * static_cast<double>(x[c]);
                 const double r = 1.0 / std::sqrt(sum / s.latent + 1e-6);
                 std::vector<double> row;
                 for (int c = 0; c < s.latent; ++c)
-                    row.push_back(static_cast<double>(x[c]) * r * static_cast<double>(weight[static_cast<size_t>(c)]));
+                    row.push_back(static_cast<double>(x[c]) * r *
+                                  static_cast<double>(weight[static_cast<size_t>(c)]));
                 row.resize(static_cast<size_t>(width));
                 for (int j = 0; j < s.rope / 2; ++j) {
-                    const int first = s.interleaved ? 2 * j : j, second = s.interleaved ? 2 * j + 1 : j + s.rope / 2;
+                    const int first = s.interleaved ? 2 * j : j,
+                              second = s.interleaved ? 2 * j + 1 : j + s.rope / 2;
                     const size_t angle = static_cast<size_t>(position[at] * s.rope / 2 + j);
-                    const double x0 = static_cast<double>(x[s.latent + first]), x1 = static_cast<double>(x[s.latent + second]);
+                    const double x0 = static_cast<double>(x[s.latent + first]),
+                                 x1 = static_cast<double>(x[s.latent + second]);
                     const double co = static_cast<double>(cos[angle]), si = static_cast<double>(sin[angle]);
                     row[static_cast<size_t>(s.latent + first)] = x0 * co - x1 * si;
                     row[static_cast<size_t>(s.latent + second)] = x1 * co + x0 * si;
@@ -186,7 +195,8 @@ KDT_CASE(write_latent_and_commit) {
                     bound.push_back((bf16 ? 0.00391 : 1e-6) * std::fabs(wanted.back()) + 3e-7);
                 }
             }
-            expect_near(got, wanted, bound, format("%s latents of %d + %d", precision.c_str(), s.latent, s.rope));
+            expect_near(got, wanted, bound,
+                        format("%s latents of %d + %d", precision.c_str(), s.latent, s.rope));
             for (size_t slot = 0; slot < slots; ++slot)
                 if (!page_slot_used[slot])
                     for (size_t i = 0; i < static_cast<size_t>(width) * element; ++i)
@@ -202,7 +212,8 @@ KDT_CASE(write_latent_and_commit) {
                     count[i] = 1;
                     for (int c = 0; c < width; ++c)
                         x[i * static_cast<size_t>(width) + static_cast<size_t>(c)] =
-                            list[i] < 0 ? garbage(-1 - list[i], random) : ckv[static_cast<size_t>(list[i] * width + c)];
+                            list[i] < 0 ? garbage(-1 - list[i], random)
+                                        : ckv[static_cast<size_t>(list[i] * width + c)];
                 }
                 const Device<float> in(b, x);
                 const Device<int32_t> a1(b, seq), a2(b, pos), a3(b, count), n = scalar(b, list.size());
@@ -215,7 +226,8 @@ KDT_CASE(write_latent_and_commit) {
                 b.write_latent({{room, n.data()}, rb, in.data(), w, 1e-6f, s.latent, rope, other});
                 return rows_of(to.get(), static_cast<size_t>(width) * element, list.size());
             };
-            check_purity(format("%s write_latent %d + %d", precision.c_str(), s.latent, s.rope), random, 4, run);
+            check_purity(format("%s write_latent %d + %d", precision.c_str(), s.latent, s.rope), random, 4,
+                         run);
 
             // commit moves bits and nothing else
             std::vector<uint8_t> fill(scratch.size());
@@ -223,14 +235,16 @@ KDT_CASE(write_latent_and_commit) {
             scratch.set(fill);
             const int length = 7, start = 60;
             const std::vector<int32_t> path = {0, 3, 4, 9, 33, 60, 64};
-            const Device<int32_t> dl = scalar(b, length), dp(b, path), dst = scalar(b, start), seq1 = scalar(b, 1);
+            const Device<int32_t> dl = scalar(b, length), dp(b, path), dst = scalar(b, start),
+                                  seq1 = scalar(b, 1);
             const std::vector<uint8_t> before = pages.get();
             b.commit({dl.data(), dp.data(), dst.data(), seq1.data(), width, cache});
             std::vector<uint8_t> expected = before;
             for (int j = 0; j < length; ++j) {
                 const int p = start + j;
-                const size_t slot = static_cast<size_t>(table[static_cast<size_t>(pages_each + p / kPageSize)]) * kPageSize +
-                                    static_cast<size_t>(p % kPageSize);
+                const size_t slot =
+                    static_cast<size_t>(table[static_cast<size_t>(pages_each + p / kPageSize)]) * kPageSize +
+                    static_cast<size_t>(p % kPageSize);
                 std::memcpy(expected.data() + slot * static_cast<size_t>(width) * element,
                             fill.data() + static_cast<size_t>(path[static_cast<size_t>(j)] * width) * element,
                             static_cast<size_t>(width) * element);
@@ -247,8 +261,10 @@ KDT_CASE(recorded_ops_see_new_values) {
     const int width = 96, rows = 6;
     const std::vector<float> weight = random_values(random, static_cast<size_t>(width));
     const float* w = b.upload_vector(weight, "norm");
-    const Weight m = b.upload_matrix(random_matrix(random, WeightKind::bf16, DType::f32, 50, width).host(), "m");
-    Device<float> x(b, size_t{rows * width}), h(b, size_t{rows * width}), y(b, size_t{rows * 50}), plain(b, size_t{rows * 50});
+    const Weight m =
+        b.upload_matrix(random_matrix(random, WeightKind::bf16, DType::f32, 50, width).host(), "m");
+    Device<float> x(b, size_t{rows * width}), h(b, size_t{rows * width}), y(b, size_t{rows * 50}),
+        plain(b, size_t{rows * 50});
     Device<int32_t> live = scalar(b, 0);
     const auto ops = [&](float* to) {
         b.rms_norm({{rows, live.data()}, x.data(), width, w, 1e-6f, width, h.data()});
@@ -265,7 +281,8 @@ KDT_CASE(recorded_ops_see_new_values) {
         ops(plain.data());
         const auto got = y.get();
         rows_of(got, 50, static_cast<size_t>(n));
-        expect_same(got.data(), plain.get().data(), static_cast<size_t>(n) * 50, format("%d rows, recorded", n));
+        expect_same(got.data(), plain.get().data(), static_cast<size_t>(n) * 50,
+                    format("%d rows, recorded", n));
     }
 }
 
@@ -283,7 +300,8 @@ KDT_CASE(gather_rows) {
     b.gather_rows({{capacity, live.data()}, di.data(), dx.data(), width, y.data(), stride});
     const std::vector<float> got = y.get();
     for (int i = 0; i < rows; ++i)
-        expect_same(got.data() + i * stride, x.data() + index[static_cast<size_t>(i)] * width, width, "a row");
+        expect_same(got.data() + i * stride, x.data() + index[static_cast<size_t>(i)] * width, width,
+                    "a row");
     rows_of(std::vector<float>(got.begin() + width, got.begin() + stride), 1, 0);  // between rows: untouched
     rows_of(std::vector<float>(got.begin() + rows * stride, got.end()), 1, 0);
 }

@@ -49,7 +49,8 @@ Selected reference_select(const std::vector<float>& x, int position, const Sampl
     const double greatest = static_cast<double>(x[static_cast<size_t>(order[0])]);
     std::vector<double> z, p;
     for (const int id : order) {
-        z.push_back((static_cast<double>(x[static_cast<size_t>(id)]) - greatest) / static_cast<double>(s.temperature));
+        z.push_back((static_cast<double>(x[static_cast<size_t>(id)]) - greatest) /
+                    static_cast<double>(s.temperature));
         p.push_back(std::exp(z.back()));
     }
     size_t kept = order.size();
@@ -72,7 +73,8 @@ Selected reference_select(const std::vector<float>& x, int position, const Sampl
             best.margin = std::min(best.margin, std::fabs(p[i] - static_cast<double>(s.min_p)));
             if (p[i] < static_cast<double>(s.min_p)) continue;
         }
-        const uint32_t word = philox(static_cast<uint32_t>(order[i]), static_cast<uint32_t>(position + 1), s.choice, s.seed);
+        const uint32_t word =
+            philox(static_cast<uint32_t>(order[i]), static_cast<uint32_t>(position + 1), s.choice, s.seed);
         const float v = std::min((static_cast<float>(word) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
         const double noisy = z[i] - std::log(-std::log1p(-static_cast<double>(v)));
         if (noisy > value) {
@@ -86,8 +88,8 @@ Selected reference_select(const std::vector<float>& x, int position, const Sampl
     return best;
 }
 
-std::vector<int32_t> select(Backend& b, const std::vector<std::vector<float>>& rows, const std::vector<int32_t>& position,
-                            const SampleParams& sample, int padding) {
+std::vector<int32_t> select(Backend& b, const std::vector<std::vector<float>>& rows,
+                            const std::vector<int32_t>& position, const SampleParams& sample, int padding) {
     const size_t vocab = rows[0].size(), capacity = rows.size() + static_cast<size_t>(padding);
     std::vector<float> all(capacity * vocab, NAN);
     for (size_t i = 0; i < rows.size(); ++i)
@@ -98,8 +100,12 @@ std::vector<int32_t> select(Backend& b, const std::vector<std::vector<float>>& r
     const Device<int32_t> positions(b, at), live = scalar(b, rows.size());
     const Device<SampleParams> params(b, std::vector<SampleParams>{sample});
     Device<int32_t> token(b, capacity);
-    b.select({{static_cast<int>(capacity), live.data()}, logits.data(), static_cast<int>(vocab), positions.data(),
-              params.data(), token.data()});
+    b.select({{static_cast<int>(capacity), live.data()},
+              logits.data(),
+              static_cast<int>(vocab),
+              positions.data(),
+              params.data(),
+              token.data()});
     std::vector<int32_t> got = token.get();
     rows_of(got, 1, rows.size());
     got.resize(rows.size());
@@ -129,11 +135,13 @@ KDT_CASE(greedy_select) {
             wanted.push_back(static_cast<int32_t>(std::max_element(x.begin(), x.end()) - x.begin()));
             if (i == 9 || i == 10) wanted.back() = -1;
         }
-        expect_same(select(b, rows, std::vector<int32_t>(12, 5), SampleParams{}, 3), wanted, format("vocabulary of %d", vocab));
+        expect_same(select(b, rows, std::vector<int32_t>(12, 5), SampleParams{}, 3), wanted,
+                    format("vocabulary of %d", vocab));
     }
 }
 
-// A filter that keeps one token too many or too few, noise of the wrong position, a choice that feels other rows.
+// A filter that keeps one token too many or too few, noise of the wrong position, a choice that feels other
+// rows.
 KDT_CASE(sampled_select) {
     Random random(42);
     Backend& b = backend("bf16");
@@ -173,10 +181,11 @@ KDT_CASE(sampled_select) {
                 ++all;
                 if (wanted.margin < 1e-4) continue;
                 ++clear;
-                expect_same<int32_t>({got[i]}, {wanted.token},
-                                     format("vocabulary %d, temperature %g, top_k %d, top_p %g, min_p %g, row %zu", vocab,
-                                            static_cast<double>(s.temperature), s.top_k, static_cast<double>(s.top_p),
-                                            static_cast<double>(s.min_p), i));
+                expect_same<int32_t>(
+                    {got[i]}, {wanted.token},
+                    format("vocabulary %d, temperature %g, top_k %d, top_p %g, min_p %g, row %zu", vocab,
+                           static_cast<double>(s.temperature), s.top_k, static_cast<double>(s.top_p),
+                           static_cast<double>(s.min_p), i));
             }
         }
     }
@@ -203,7 +212,8 @@ KDT_CASE(top_k_tokens) {
             Device<int32_t> token(b, (live_rows + 2) * each);
             Device<float> logp(b, (live_rows + 2) * each);
             b.top_k({{live_rows + 2, live.data()}, logits.data(), vocab, k, token.data(), logp.data()});
-            const auto tokens = rows_of(token.get(), each, live_rows), logps = rows_of(logp.get(), each, live_rows);
+            const auto tokens = rows_of(token.get(), each, live_rows),
+                       logps = rows_of(logp.get(), each, live_rows);
             for (size_t i = 0; i < live_rows; ++i) {
                 const float* x = all.data() + i * static_cast<size_t>(vocab);
                 std::vector<int32_t> order(static_cast<size_t>(vocab)), got(each);
@@ -220,13 +230,16 @@ KDT_CASE(top_k_tokens) {
                 }
                 std::stable_sort(order.begin(), order.end(), [&](int a, int c) { return x[a] > x[c]; });
                 double sum = 0.0;
-                for (int n = 0; n < vocab; ++n) sum += std::exp(static_cast<double>(x[n]) - static_cast<double>(x[order[0]]));
+                for (int n = 0; n < vocab; ++n)
+                    sum += std::exp(static_cast<double>(x[n]) - static_cast<double>(x[order[0]]));
                 std::vector<double> wanted;
                 for (size_t j = 0; j < each; ++j)
-                    wanted.push_back(static_cast<double>(x[order[j]]) - static_cast<double>(x[order[0]]) - std::log(sum));
+                    wanted.push_back(static_cast<double>(x[order[j]]) - static_cast<double>(x[order[0]]) -
+                                     std::log(sum));
                 order.resize(each);
                 expect_same(got, order, format("vocabulary %d, k %d", vocab, k));
-                expect_near(got_logp, wanted, std::vector<double>(each, 1e-5), format("vocabulary %d, k %d", vocab, k));
+                expect_near(got_logp, wanted, std::vector<double>(each, 1e-5),
+                            format("vocabulary %d, k %d", vocab, k));
             }
         }
 }

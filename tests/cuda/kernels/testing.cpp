@@ -69,23 +69,26 @@ uint64_t Random::bits() {  // splitmix64
 std::vector<int> Random::permutation(int n) {
     std::vector<int> p(static_cast<size_t>(n));
     for (int i = 0; i < n; ++i) p[static_cast<size_t>(i)] = i;
-    for (int i = n - 1; i > 0; --i) std::swap(p[static_cast<size_t>(i)], p[static_cast<size_t>(below(i + 1))]);
+    for (int i = n - 1; i > 0; --i)
+        std::swap(p[static_cast<size_t>(i)], p[static_cast<size_t>(below(i + 1))]);
     return p;
 }
 
-void expect_near(const std::vector<float>& got, const std::vector<double>& wanted, const std::vector<double>& bound,
-                 const std::string& what) {
-    if (got.size() != wanted.size()) failed("%s: %zu entries; %zu were expected", what.c_str(), got.size(), wanted.size());
+void expect_near(const std::vector<float>& got, const std::vector<double>& wanted,
+                 const std::vector<double>& bound, const std::string& what) {
+    if (got.size() != wanted.size())
+        failed("%s: %zu entries; %zu were expected", what.c_str(), got.size(), wanted.size());
     count_checks(got.size());
     double worst = 0.0;
     for (size_t i = 0; i < got.size(); ++i) {
         const double error = std::fabs(static_cast<double>(got[i]) - wanted[i]);
         if (!(error <= bound[i]))
-            failed("%s: entry %zu is %.9g; %.9g +- %.3g was expected", what.c_str(), i, static_cast<double>(got[i]),
-                   wanted[i], bound[i]);
+            failed("%s: entry %zu is %.9g; %.9g +- %.3g was expected", what.c_str(), i,
+                   static_cast<double>(got[i]), wanted[i], bound[i]);
         if (bound[i] > 0.0) worst = std::max(worst, error / bound[i]);
     }
-    if (worst > 0.9) std::printf("    %s: the worst error is %.0f %% of its bound\n", what.c_str(), worst * 100.0);
+    if (worst > 0.9)
+        std::printf("    %s: the worst error is %.0f %% of its bound\n", what.c_str(), worst * 100.0);
 }
 
 uint16_t bf16_bits(float x) {
@@ -133,7 +136,8 @@ TestMatrix random_matrix(Random& random, WeightKind kind, DType scale_dtype, int
     m.value.resize(n);
     if (kind != WeightKind::w4a16) {
         const float size = 1.0f / std::sqrt(static_cast<float>(in));
-        for (float& v : m.value) v = integers ? static_cast<float>(random.between(-8, 7)) : random.symmetric() * size;
+        for (float& v : m.value)
+            v = integers ? static_cast<float>(random.between(-8, 7)) : random.symmetric() * size;
         if (kind == WeightKind::bf16) {
             for (float& v : m.value) {
                 m.bf16.push_back(bf16_bits(v));
@@ -196,8 +200,10 @@ void check_purity(const std::string& what, Random& random, int pool, const RunRo
                 if (got != wanted) {
                     size_t at = 0;
                     while (got[at] == wanted[at]) ++at;
-                    failed("%s: row %d of %d (capacity %d) differs from the same row alone, first at byte %zu of %zu",
-                           what.c_str(), i, live, capacity, at, wanted.size());
+                    failed(
+                        "%s: row %d of %d (capacity %d) differs from the same row alone, first at byte %zu "
+                        "of %zu",
+                        what.c_str(), i, live, capacity, at, wanted.size());
                 }
             }
         }
@@ -208,7 +214,8 @@ int run_all() {
     int ran = 0, bad = 0;
     size_t total = 0;
     for (const Case& c : cases()) {
-        if (!the_options.filter.empty() && std::string(c.name).find(the_options.filter) == std::string::npos) continue;
+        if (!the_options.filter.empty() && std::string(c.name).find(the_options.filter) == std::string::npos)
+            continue;
         ++ran;
         checks = 0;
         const auto begin = std::chrono::steady_clock::now();
@@ -219,9 +226,10 @@ int run_all() {
         } catch (const std::exception& e) {
             error = e.what();
         }
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-        std::printf("%s  %-40s %10zu comparisons  %6.2f s%s%s\n", error.empty() ? "ok    " : "FAILED", c.name, checks,
-                    seconds, error.empty() ? "" : "\n        ", error.c_str());
+        const double seconds =
+            std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        std::printf("%s  %-40s %10zu comparisons  %6.2f s%s%s\n", error.empty() ? "ok    " : "FAILED", c.name,
+                    checks, seconds, error.empty() ? "" : "\n        ", error.c_str());
         std::fflush(stdout);
         total += checks;
         bad += !error.empty();

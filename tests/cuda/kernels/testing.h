@@ -1,5 +1,5 @@
-// A small test program's needs: cases, random numbers, device arrays, comparisons. The same sources run on a GPU and,
-// at reduced shapes, on the emulator.
+// A small test program's needs: cases, random numbers, device arrays, comparisons. The same sources run on a
+// GPU and, at reduced shapes, on the emulator.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ void count_checks(size_t n);
 struct Registration {
     Registration(const char* name, void (*run)());
 };
-#define KDT_CASE(name)                                                    \
-    static void name();                                                   \
+#define KDT_CASE(name)                                                        \
+    static void name();                                                       \
     static const ::kdt::testing::Registration registered_##name(#name, name); \
     static void name()
 
@@ -92,12 +92,13 @@ void expect_same(const T* got, const T* wanted, size_t n, const std::string& wha
 
 template <class T>
 void expect_same(const std::vector<T>& got, const std::vector<T>& wanted, const std::string& what) {
-    if (got.size() != wanted.size()) failed("%s: %zu entries; %zu were expected", what.c_str(), got.size(), wanted.size());
+    if (got.size() != wanted.size())
+        failed("%s: %zu entries; %zu were expected", what.c_str(), got.size(), wanted.size());
     expect_same(got.data(), wanted.data(), got.size(), what);
 }
 
-void expect_near(const std::vector<float>& got, const std::vector<double>& wanted, const std::vector<double>& bound,
-                 const std::string& what);
+void expect_near(const std::vector<float>& got, const std::vector<double>& wanted,
+                 const std::vector<double>& bound, const std::string& what);
 
 float bf16_round(float x);
 uint16_t bf16_bits(float x);
@@ -118,15 +119,17 @@ struct TestMatrix {
     HostMatrix host() const;
 };
 // `integers`: small whole values and scales of one, so that every sum is exact.
-TestMatrix random_matrix(Random& random, WeightKind kind, DType scale_dtype, int out, int in, bool integers = false);
+TestMatrix random_matrix(Random& random, WeightKind kind, DType scale_dtype, int out, int in,
+                         bool integers = false);
 
 // Row counts of the purity tests.
 std::vector<int> row_counts();
 
-// Law 1. The op is run for each of `pool` rows alone; then for mixtures of every row count, in random order, among
-// neighbours that are NaN or infinite, with capacity beyond the live rows; each row must have the same bits again.
-// `run(rows, capacity)`: rows name entries of the pool, or are -1 - k for the k-th kind of garbage (0: NaN, 1:
-// infinity, 2: huge); returns each row's output, and checks itself that padding rows were left alone.
+// Law 1. The op is run for each of `pool` rows alone; then for mixtures of every row count, in random order,
+// among neighbours that are NaN or infinite, with capacity beyond the live rows; each row must have the same
+// bits again. `run(rows, capacity)`: rows name entries of the pool, or are -1 - k for the k-th kind of
+// garbage (0: NaN, 1: infinity, 2: huge); returns each row's output, and checks itself that padding rows were
+// left alone.
 using RunRows = std::function<std::vector<std::vector<uint8_t>>(const std::vector<int>& rows, int capacity)>;
 void check_purity(const std::string& what, Random& random, int pool, const RunRows& run);
 

@@ -16,7 +16,8 @@ struct Draft {
     std::vector<float> logp, path_logp;
 };
 
-// `flaw`: 0 a proper table; 1 ties; 2 NaN, infinities and disorder; 3 repeated and negative tokens; 4 all of them.
+// `flaw`: 0 a proper table; 1 ties; 2 NaN, infinities and disorder; 3 repeated and negative tokens; 4 all of
+// them.
 Draft random_draft(Random& random, int flaw) {
     Draft d;
     d.depth = random.below(6) == 0 ? 0 : random.between(1, kMaxTableDepth);
@@ -83,7 +84,8 @@ struct DeviceTree {
 };
 
 Tree build_on_device(Backend& b, const Draft& d, int budget, int max_depth, int32_t root) {
-    const Device<int32_t> depth = scalar(b, static_cast<size_t>(d.depth)), paths = scalar(b, static_cast<size_t>(d.paths));
+    const Device<int32_t> depth = scalar(b, static_cast<size_t>(d.depth)),
+                          paths = scalar(b, static_cast<size_t>(d.paths));
     const Device<int32_t> droot = scalar(b, static_cast<size_t>(root));
     const Device<int32_t> token(b, d.token), length(b, d.length), path_token(b, d.path_token);
     const Device<float> logp(b, d.logp), path_logp(b, d.path_logp);
@@ -136,7 +138,8 @@ KDT_CASE(build_tree_equals_the_host) {
         const int budget = i % 7 == 0 ? kMaxNodes : random.below(kMaxNodes + 1);
         const int max_depth = i % 3 == 0 ? kMaxDepth : random.below(20);
         const int32_t root = random.below(1000);
-        const Tree wanted = build_on_host(d, budget, max_depth, root), got = build_on_device(b, d, budget, max_depth, root);
+        const Tree wanted = build_on_host(d, budget, max_depth, root),
+                   got = build_on_device(b, d, budget, max_depth, root);
         const std::string what = format("draft %d, budget %d, depth limit %d", i, budget, max_depth);
         expect_same<int32_t>({got.count}, {wanted.count}, what + ", count");
         expect_same(got.token, wanted.token, what + ", token");
@@ -154,35 +157,47 @@ KDT_CASE(tree_rows_name_their_ancestors) {
     Random random(52);
     Backend& b = backend("bf16");
     for (int i = 0; i < 60; ++i) {
-        const Tree tree = build_on_host(random_draft(random, i % 5), random.below(kMaxNodes + 1), kMaxDepth, 7);
-        const int nodes = random.below(kMaxNodes + 1), start = random.below(5000), rows = std::min(nodes, tree.count) + 1;
+        const Tree tree =
+            build_on_host(random_draft(random, i % 5), random.below(kMaxNodes + 1), kMaxDepth, 7);
+        const int nodes = random.below(kMaxNodes + 1), start = random.below(5000),
+                  rows = std::min(nodes, tree.count) + 1;
         DeviceTree device(b);
         device.set(tree);
         const size_t n = kMaxTreeRows;
-        Device<int32_t> token(b, n), sequence(b, n), position(b, n), prefix(b, n), count(b, n), ancestors(b, n * kMaxAncestors);
+        Device<int32_t> token(b, n), sequence(b, n), position(b, n), prefix(b, n), count(b, n),
+            ancestors(b, n * kMaxAncestors);
         Device<int32_t> live(b, size_t{1});
-        const Device<int32_t> dn = scalar(b, static_cast<size_t>(nodes)), ds = scalar(b, static_cast<size_t>(start)), seq = scalar(b, 3);
-        b.tree_rows({device.arrays(), dn.data(), seq.data(), ds.data(),
-                     {token.data(), sequence.data(), position.data(), prefix.data(), count.data(), ancestors.data()},
-                     live.data()});
+        const Device<int32_t> dn = scalar(b, static_cast<size_t>(nodes)),
+                              ds = scalar(b, static_cast<size_t>(start)), seq = scalar(b, 3);
+        b.tree_rows(
+            {device.arrays(),
+             dn.data(),
+             seq.data(),
+             ds.data(),
+             {token.data(), sequence.data(), position.data(), prefix.data(), count.data(), ancestors.data()},
+             live.data()});
         expect_same(live.get(), {rows}, "live rows");
-        const auto tokens = token.get(), sequences = sequence.get(), positions = position.get(), prefixes = prefix.get(),
-                   counts = count.get(), lists = ancestors.get();
+        const auto tokens = token.get(), sequences = sequence.get(), positions = position.get(),
+                   prefixes = prefix.get(), counts = count.get(), lists = ancestors.get();
         for (int r = 0; r < rows; ++r) {
             const size_t at = static_cast<size_t>(r);
             std::vector<int32_t> wanted;
             kdt::ancestors(tree.parent.data(), r, wanted);
-            expect_same<int32_t>({tokens[at], sequences[at], positions[at], prefixes[at], counts[at]},
-                                 {tree.token[at], 3, start + tree.depth[at], start, static_cast<int32_t>(wanted.size())},
-                                 format("row %d", r));
-            expect_same(lists.data() + at * kMaxAncestors, wanted.data(), wanted.size(), format("ancestors of row %d", r));
+            expect_same<int32_t>(
+                {tokens[at], sequences[at], positions[at], prefixes[at], counts[at]},
+                {tree.token[at], 3, start + tree.depth[at], start, static_cast<int32_t>(wanted.size())},
+                format("row %d", r));
+            expect_same(lists.data() + at * kMaxAncestors, wanted.data(), wanted.size(),
+                        format("ancestors of row %d", r));
         }
         for (size_t r = static_cast<size_t>(rows); r < n; ++r)
-            if (tokens[r] != -1 || counts[r] != -1) failed("row %zu was written; the tree has %d rows", r, rows);
+            if (tokens[r] != -1 || counts[r] != -1)
+                failed("row %zu was written; the tree has %d rows", r, rows);
     }
 }
 
-// A walk that takes the wrong child, goes on past a stop or the limit, or fails for a node that it never reached.
+// A walk that takes the wrong child, goes on past a stop or the limit, or fails for a node that it never
+// reached.
 KDT_CASE(accept_equals_the_host) {
     Random random(53);
     Backend& b = backend("bf16");
@@ -205,26 +220,32 @@ KDT_CASE(accept_equals_the_host) {
         for (int n = 0; n < rows; ++n) {
             std::vector<int32_t> children;
             for (int c = n + 1; c < rows; ++c)
-                if (tree.parent[static_cast<size_t>(c)] == n) children.push_back(tree.token[static_cast<size_t>(c)]);
+                if (tree.parent[static_cast<size_t>(c)] == n)
+                    children.push_back(tree.token[static_cast<size_t>(c)]);
             int32_t& s = selected[static_cast<size_t>(n)];
             s = random.below(200);
-            if (!children.empty() && random.below(8) != 0) s = children[static_cast<size_t>(random.below(static_cast<int>(children.size())))];
+            if (!children.empty() && random.below(8) != 0)
+                s = children[static_cast<size_t>(random.below(static_cast<int>(children.size())))];
             if (random.below(25) == 0) s = -1;
         }
         const int limit = random.below(3) == 0 ? random.between(1, 6) : 1000;
         std::vector<int32_t> stops;
-        for (int s = random.below(4) == 0 ? random.between(1, kMaxStops) : 0; s > 0; --s) stops.push_back(random.below(200));
+        for (int s = random.below(4) == 0 ? random.between(1, kMaxStops) : 0; s > 0; --s)
+            stops.push_back(random.below(200));
         const Accepted wanted = accept(tree.token, tree.parent, selected, rows, limit, stops);
         std::vector<int32_t> stop_array(stops);
-        stop_array.resize(kMaxStops, wanted.emitted.empty() ? 0 : wanted.emitted[0]);  // past the count: must not stop
+        stop_array.resize(kMaxStops,
+                          wanted.emitted.empty() ? 0 : wanted.emitted[0]);  // past the count: must not stop
 
         DeviceTree device(b);
         device.set(tree);
-        const Device<int32_t> live = scalar(b, static_cast<size_t>(rows)), dsel(b, selected), dlimit = scalar(b, static_cast<size_t>(limit));
+        const Device<int32_t> live = scalar(b, static_cast<size_t>(rows)), dsel(b, selected),
+                              dlimit = scalar(b, static_cast<size_t>(limit));
         const Device<int32_t> dcount = scalar(b, stops.size()), dstops(b, stop_array);
-        Device<int32_t> length(b, size_t{1}), bad(b, size_t{1}), path(b, size_t{kMaxTreeRows}), emitted(b, size_t{kMaxTreeRows});
-        b.accept({device.arrays(), live.data(), dsel.data(), dlimit.data(), dcount.data(), dstops.data(), length.data(),
-                  bad.data(), path.data(), emitted.data()});
+        Device<int32_t> length(b, size_t{1}), bad(b, size_t{1}), path(b, size_t{kMaxTreeRows}),
+            emitted(b, size_t{kMaxTreeRows});
+        b.accept({device.arrays(), live.data(), dsel.data(), dlimit.data(), dcount.data(), dstops.data(),
+                  length.data(), bad.data(), path.data(), emitted.data()});
         const std::string what = format("walk %d of %d rows", i, rows);
         expect_same(length.get(), {static_cast<int32_t>(wanted.emitted.size())}, what + ", length");
         expect_same(bad.get(), {wanted.failed ? 1 : 0}, what + ", failed");

@@ -64,7 +64,8 @@ void load_matrix(const kdt_emulator::Warp& w) {
         for (int i = 0; i < 4; ++i) {
             uint32_t v[2];
             for (int h = 0; h < 2; ++h)
-                v[h] = Transposed ? rows[8 * i + 2 * (l % 4) + h][l / 4] : rows[8 * i + l / 4][2 * (l % 4) + h];
+                v[h] =
+                    Transposed ? rows[8 * i + 2 * (l % 4) + h][l / 4] : rows[8 * i + l / 4][2 * (l % 4) + h];
             r[i] = v[0] | v[1] << 16;
         }
         std::memcpy(w.out[l], r, sizeof r);
@@ -89,13 +90,13 @@ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
 
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<false>,
-                                                                          shared_memory() + row);
+                                                                            shared_memory() + row);
     for (int i = 0; i < 4; ++i) r[i] = out.r[i];
 }
 
 inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t row) {
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<true>,
-                                                                          shared_memory() + row);
+                                                                            shared_memory() + row);
     for (int i = 0; i < 4; ++i) r[i] = out.r[i];
 }
 
@@ -104,7 +105,8 @@ inline uint32_t pack_bf16(float low, float high) {
 }
 
 inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
-    return pack_bf16(emulated::bf16(a, 0) - emulated::bf16(b, 0), emulated::bf16(a, 1) - emulated::bf16(b, 1));
+    return pack_bf16(emulated::bf16(a, 0) - emulated::bf16(b, 0),
+                     emulated::bf16(a, 1) - emulated::bf16(b, 1));
 }
 
 inline float exp2_approx(float x) {
