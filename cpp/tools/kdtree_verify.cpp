@@ -20,8 +20,11 @@ namespace {
 using namespace kdt;
 
 constexpr const char* kUsage =
-    "usage: kdtree-verify FILE [--device cpu|cuda[:N]] [--threads N] [--isa NAME] [--budget N]\n"
-    "Decodes a golden bundle plainly and with trees of N nodes (64) and compares with what it holds.\n";
+    "usage: kdtree-verify FILE [--device cpu|cuda[:N]] [--threads N] [--isa NAME] [--precision f32|bf16] "
+    "[--budget N]\n"
+    "Decodes a golden bundle plainly and with trees of N nodes (64) and compares with what it holds. Bundles "
+    "are float32:\n"
+    "on a GPU their logits need --precision f32.\n";
 
 struct Options {
     std::string file;
@@ -49,6 +52,8 @@ bool parse(int argc, char** argv, Options& options) {
             options.device.device = argv[i];
         else if (word == "--isa")
             options.device.isa = argv[i];
+        else if (word == "--precision")
+            options.device.precision = argv[i];
         else if (word == "--threads") {
             if (!parse_int(argv[i], options.device.threads)) return false;
         } else if (word == "--budget") {

@@ -67,6 +67,7 @@ class Engine:
         progress: Progress | None = None,
         latent_norm_eps: float | None = None,
         rounding: Rounding = "exact",
+        precision: str = "",
     ) -> Engine:
         """Load a Hugging Face folder or a .kdtr bundle.
 
@@ -77,6 +78,8 @@ class Engine:
         ``config.DEFAULT_LATENT_NORM_EPS``; None takes that default, or what a bundle says. `rounding` of
         quantised weights: ``"exact"`` keeps the value code x scale (INT4 stays INT4), ``"bf16"`` rounds it to
         bf16 and stores that, as libraries do which dequantise (docs/numerics.md).
+        `precision` of matrix operands and latent cache: ``"f32"`` anywhere, ``"bf16"`` on CUDA, ``""`` the
+        device's default (bf16 on CUDA).
 
         Raises EngineError; nothing stays behind then.
         """
@@ -89,7 +92,7 @@ class Engine:
             tokenizer, eos = _text_side(checkpoint.path, config)
             checkpoint.check_extent()
             with naming(checkpoint.path, "bad_model"):
-                builder = _builder(config, device, threads)
+                builder = _builder(config, device, threads, precision)
             checkpoint.load_into(builder, progress, rounding)
             native = builder.finish()
             recorded = checkpoint.recorded() if isinstance(checkpoint, Bundle) else None
@@ -187,11 +190,14 @@ def _text_side(path: Path, config: ModelConfig) -> tuple[Tokenizer | None, froze
     return (ByteTokenizer() if config["vocab_size"] >= 256 else None), frozenset()
 
 
-def _builder(config: ModelConfig, device: str, threads: int) -> _native.EngineBuilder:
+def _builder(config: ModelConfig, device: str, threads: int, precision: str) -> _native.EngineBuilder:
+    def on(name: str) -> _native.EngineBuilder:
+        return _native.EngineBuilder(dict(config.fields), name, threads, precision=precision)
+
     if device == "auto" and _native.build_info()["cuda"]:
         try:
-            return _native.EngineBuilder(dict(config.fields), "cuda", threads)
+            return on("cuda")
         except EngineError as error:
             if error.code != "unsupported":  # a machine without a driver or a device has its CPU
                 raise
-    return _native.EngineBuilder(dict(config.fields), "cpu" if device == "auto" else device, threads)
+    return on("cpu" if device == "auto" else device)

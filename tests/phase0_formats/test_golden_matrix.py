@@ -102,16 +102,33 @@ def test_forwards_and_rounds_count(golden):
     assert judged(golden, changed(plain, target_forwards=23)).status == "FAIL"
 
 
+def test_bf16_is_judged_along_the_bundles_text(golden):
+    """A bf16 leg may choose another token where two are nearly tied, and nowhere else; its trees have its bits."""
+    plain = changed(right(golden), along=golden["plain.logits"] + np.float32(0.01))
+    leg = Leg("model_int4_tiny", "cuda", "plain", "bf16")
+    judge(leg, golden, changed(plain, tokens=plain.tokens[:5] + [0] * 19), None)
+    assert leg.status == "PASS" and "cuda/bf16" in leg.line() and "tokens=5/24 DIFFER" in leg.line()
+    swapped = golden["plain.logits"].copy()
+    swapped[3] = np.roll(swapped[3], 1)
+    leg = Leg("model_int4_tiny", "cuda", "plain", "bf16")
+    judge(leg, golden, changed(plain, along=swapped), None)
+    assert leg.status == "FAIL"
+    other = changed(plain, logits=plain.logits + np.float32(1e-7))
+    leg = Leg("model_int4_tiny", "cuda", "ddtree", "bf16")
+    judge(leg, golden, other, plain)
+    assert leg.status == "FAIL" and leg.bits == "DIFFER"
+
+
 def test_nothing_ran_is_exit_code_2(capsys, tmp_path, monkeypatch):
     """A build without CUDA, asked for CUDA alone, must not look green."""
     monkeypatch.setattr(matrix, "unavailable", lambda backend: "no device here")
     file = tmp_path / "report.json"
     assert matrix.main(["--backend", "cuda", "--bundle", "model_int4_tiny", "--json", str(file)]) == 2
     out = capsys.readouterr().out
-    assert out.count("NOT RUN (no device here)") == 2
-    assert "0 passed, 0 failed, 2 not run" in out
+    assert out.count("NOT RUN (no device here)") == 4  # both precisions
+    assert "0 passed, 0 failed, 4 not run" in out
     report = json.loads(file.read_text(encoding="utf-8"))
-    assert (report["passed"], report["not_run"]) == (0, 2)
+    assert (report["passed"], report["not_run"]) == (0, 4)
     assert all(leg["status"] == "NOT RUN" and leg["reasons"] for leg in report["legs"])
 
 

@@ -55,6 +55,10 @@ DraftModel = Annotated[
 ]
 Budget = Annotated[str, typer.Option(metavar="auto|N", help=f"Draft nodes per round, 0 to {MAX_BUDGET}.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Where the model runs.")]
+Precision = Annotated[
+    str,
+    typer.Option(metavar="auto|f32|bf16", help="Of matrix operands and cache; auto: bf16 on CUDA, f32 on CPU."),
+]
 Threads = Annotated[int, typer.Option(metavar="N", help="CPU threads; 0: one per core.")]
 Context = Annotated[
     int | None,
@@ -105,6 +109,7 @@ class RunOptions:
     drafter: str
     budget: int | Literal["auto"]
     device: str
+    precision: str
     threads: int
     context: int | None
     json: bool
@@ -147,6 +152,8 @@ class RunOptions:
                 f"{named}: this version has no DFlash drafter; use --drafter auto, ngram or none"
             )
         check_device(a["device"])
+        if a["precision"] not in ("auto", "f32", "bf16"):
+            raise UsageProblem(f"--precision is {a['precision']!r}; it must be auto, f32 or bf16")
         a["stop"] = list(a["stop"] or [])
         if any(not text for text in a["stop"]):
             raise UsageProblem("--stop is an empty text, which every output contains; leave it out")

@@ -28,6 +28,7 @@ def load(options: RunOptions) -> Engine:
             threads=options.threads,
             context=options.context,
             progress=progress,
+            precision="" if options.precision == "auto" else options.precision,
         )
 
 
