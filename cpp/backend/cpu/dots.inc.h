@@ -59,6 +59,9 @@ struct W4Format {
 // How far ahead of its use memory is asked for, in bytes of weights. The processor's own prefetching stops at
 // every 4 KiB page, and one row's arithmetic is too short to hide what is behind it.
 constexpr ptrdiff_t kPrefetch = 8192;
+// With several tiles the next group is asked for while this one is computed with, where both fit into the L2
+// cache.
+constexpr ptrdiff_t kLargestGroupAhead = 256 << 10;
 
 struct TileArgs {
     const float* const* x;  // rows of the tile
@@ -67,6 +70,9 @@ struct TileArgs {
     const uint8_t* scales;
     float* out;
     ptrdiff_t stride;
+    const uint8_t* ahead;  // weights to ask for at the first unit
+    const uint8_t* scales_ahead;
+    ptrdiff_t ahead_step, scales_step;  // bytes further per unit
 };
 
 template <class F, int R, int O, int J>
@@ -114,13 +120,19 @@ KDT_INLINE void dot_tile(const TileArgs& t) {
     constexpr int kUnit = kLanes * F::kSteps;
     const uint8_t* data = t.data;
     const uint8_t* scales = t.scales;
+    const uint8_t* ahead = t.ahead;
+    const uint8_t* scales_ahead = t.scales_ahead;
     ptrdiff_t k = 0;
     F unit[O];
     for (; k + kUnit <= t.depth; k += kUnit) {
         if constexpr (First == 0) {
             KDT_UNROLL
-            for (int o = 0; o < kBlockOutputs; ++o) __builtin_prefetch(data + kPrefetch + o * 64);
-            if constexpr (F::kScaleBytes > 0) __builtin_prefetch(scales + kPrefetch * F::kScaleBytes / 64);
+            for (int o = 0; o < kBlockOutputs; ++o) __builtin_prefetch(ahead + o * 64);
+            ahead += t.ahead_step;
+            if constexpr (F::kScaleBytes > 0) {
+                __builtin_prefetch(scales_ahead);
+                scales_ahead += t.scales_step;
+            }
         }
         KDT_UNROLL
         for (int o = 0; o < O; ++o)
@@ -173,6 +185,9 @@ KDT_NOINLINE void dots_of(const DotJob& job) {
     constexpr int kRows = F::kSteps == 1 ? kTileRows : kTileRowsPacked;
     const ptrdiff_t units = (job.w.in + kUnit - 1) / kUnit;
     const int tiles = (job.rows + kRows - 1) / kRows;
+    constexpr ptrdiff_t kUnitBytes = kBlockOutputs * 64, kUnitScaleBytes = kBlockOutputs * F::kScaleBytes;
+    const ptrdiff_t block_bytes = units * kUnitBytes, block_scale_bytes = units * kUnitScaleBytes;
+    const bool next_group = tiles > 1 && kGroupBlocks * block_bytes <= kLargestGroupAhead;
     // A group of blocks goes through all rows before the next one: weights come from memory once, and a
     // tile's rows once for the group.
     for (int group = job.block_begin; group < job.block_end; group += kGroupBlocks) {
@@ -184,8 +199,20 @@ KDT_NOINLINE void dots_of(const DotJob& job) {
                 TileArgs t;
                 t.x = job.x + row;
                 t.depth = job.w.in;
-                t.data = job.w.data + block * units * kBlockOutputs * 64;
-                t.scales = job.w.scales + block * units * kBlockOutputs * F::kScaleBytes;
+                t.data = job.w.data + block * block_bytes;
+                t.scales = job.w.scales + block * block_scale_bytes;
+                if (next_group) {  // each tile asks for its part of the block that comes in this one's place
+                    t.ahead = t.data + kGroupBlocks * block_bytes + tile * (block_bytes / tiles);
+                    t.scales_ahead =
+                        t.scales + kGroupBlocks * block_scale_bytes + tile * (block_scale_bytes / tiles);
+                    t.ahead_step = kUnitBytes / tiles;
+                    t.scales_step = kUnitScaleBytes / tiles;
+                } else {
+                    t.ahead = t.data + kPrefetch;
+                    t.scales_ahead = t.scales + kPrefetch * F::kScaleBytes / 64;
+                    t.ahead_step = kUnitBytes;
+                    t.scales_step = kUnitScaleBytes;
+                }
                 t.out = job.out + row * job.stride + (block - job.block_begin) * kBlockOutputs;
                 t.stride = job.stride;
                 dot_block_rows<F, kRows>(t, rows);
