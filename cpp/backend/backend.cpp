@@ -1,5 +1,7 @@
 #include "backend/backend.h"
 
+#include "core/error.h"
+
 namespace kdt {
 
 namespace {
@@ -17,6 +19,26 @@ class ReplayedCalls final : public Graph {
 
 std::unique_ptr<Graph> Backend::record(std::function<void()> ops) {
     return std::make_unique<ReplayedCalls>(std::move(ops));
+}
+
+void Backend::no_draft_ops() const {
+    fail(ErrorCode::unsupported, "the drafter's ops are not part of this backend (%s)", name().c_str());
+}
+
+void Backend::keep_taps(const KeepTapsArgs&) {
+    no_draft_ops();
+}
+
+void Backend::norm_rotate(const NormRotateArgs&) {
+    no_draft_ops();
+}
+
+void Backend::write_key_value(const WriteKeyValueArgs&) {
+    no_draft_ops();
+}
+
+void Backend::block_attend(const BlockAttendArgs&) {
+    no_draft_ops();
 }
 
 }  // namespace kdt

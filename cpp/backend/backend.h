@@ -316,6 +316,73 @@ struct CommitArgs {         // scratch latents of rows[j] -> position start + j 
 };
 
 // ----------------------------------------------------------------------------------------------------------------
+// draft model ops: block diffusion (DFlash, arXiv 2602.06036). Grouped-query attention whose keys and values
+// of committed positions come from features of the target, and of the block's rows from the block itself.
+
+struct KeepTapsArgs {       // kept[*first + j] = taps[path[j]] for j < *length
+    const int32_t* length;  // scalar
+    const int32_t* path;    // [*length] rows of taps
+    const int32_t* first;   // scalar: row of `kept`
+    int capacity;           // rows of `kept`
+    int width;
+    const float* taps;  // [kMaxTreeRows, width]
+    float* kept;        // [capacity, width]
+};
+
+// Keys and values of one draft layer. An entry is [keys of all heads | values of all heads]. Position p of
+// sequence s lies in page page_table[s, p / kPageSize], slot p % kPageSize: the target's own page table.
+struct DraftCache {
+    void* pages = nullptr;  // [page_count, kPageSize, 2, kv_heads, head_dim], dtype of the cache
+    void* block = nullptr;  // [kMaxBlockRows, 2, kv_heads, head_dim]
+    const int32_t* page_table = nullptr;  // [sequences, pages_per_sequence]; -1 where there is no page
+    int page_count = 0;
+    int pages_per_sequence = 0;
+};
+
+struct NormRotateArgs {  // out[i, h] = rope(rms_norm(x[i, h])), over head_dim = rope.rope values
+    Rows rows;
+    const int32_t* position;  // [R]
+    const float* x;           // [R, heads, head_dim]
+    const float* weight;      // [head_dim]
+    float eps;
+    int heads;
+    RopeTable rope;
+    float* out;  // [R, heads, head_dim]; may be x
+};
+
+struct WriteKeyValueArgs {  // cache <- [rope(rms_norm(k[i, h])) | v[i]], rounded to the cache's dtype once
+    Rows rows;
+    const int32_t* position;  // [R]: angle, and page slot where the row does not go to the block
+    const int32_t* sequence;  // scalar: row of the page table
+    bool to_block;            // row i becomes entry i of the block
+    const float* k;           // [R, kv_heads, head_dim]
+    const float* v;           // [R, kv_heads, head_dim]
+    const float* weight;      // [head_dim] of the keys' norm
+    float eps;
+    int kv_heads;
+    RopeTable rope;
+    DraftCache cache;
+};
+
+// softmax over committed positions 0 .. *start - 1, then the block's entries, which stand at positions *start
+// + j. A row at position p sees keys at distance |p - key| < window (0: no limit), and with `causal` none
+// past itself. Chunks and order as in `attend`, over absolute positions; a row that sees no key is refused.
+struct BlockAttendArgs {
+    Rows rows;
+    const int32_t* position;  // [R] absolute
+    const int32_t* start;     // scalar: committed positions
+    const int32_t* sequence;  // scalar: row of the page table
+    const float* q;           // [R, heads, head_dim]
+    DraftCache cache;
+    int heads, kv_heads, head_dim;  // query heads of group g share key head g
+    int block;                      // entries of the block, a constant of the model
+    int window;
+    bool causal;
+    float scale;  // of q . k
+    float* out;   // [R, heads, head_dim]
+};
+
+// ----------------------------------------------------------------------------------------------------------------
 // backend
 
 // A recorded queue of ops. Between launches the contents of device memory may change (scalars, rows, caches);
@@ -386,6 +453,16 @@ class Backend {
     virtual void tree_rows(const TreeRowsArgs& args) = 0;
     virtual void accept(const AcceptArgs& args) = 0;
     virtual void commit(const CommitArgs& args) = 0;
+
+    // A backend without them says so: `unsupported`.
+    virtual bool has_draft_ops() const { return false; }
+    virtual void keep_taps(const KeepTapsArgs& args);
+    virtual void norm_rotate(const NormRotateArgs& args);
+    virtual void write_key_value(const WriteKeyValueArgs& args);
+    virtual void block_attend(const BlockAttendArgs& args);
+
+  protected:
+    [[noreturn]] void no_draft_ops() const;
 };
 
 // Memory of a backend, released with the object.

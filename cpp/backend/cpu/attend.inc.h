@@ -49,13 +49,13 @@ KDT_INLINE void score_tile(const float* const* q, const float* const* key, int w
 template <int Q>
 KDT_NOINLINE void scores_of(const AttendJob& job, int i, float* s) {
     constexpr int K = kTileCells >= 16 ? 4 : 2;
-    const int width = job.latent + job.rope;
+    const int width = job.key_width;
     int j = 0;
     for (; j + K <= job.count; j += K) score_tile<Q, K>(job.q + i, job.key + j, width, job.scale, s + j);
     for (; j < job.count; ++j) score_tile<Q, 1>(job.q + i, job.key + j, width, job.scale, s + j);
 }
 
-// o = o * a, then fma(p_j, key_j, o) in ascending j, on C vectors of columns from c on; `n` columns in the
+// o = o * a, then fma(p_j, value_j, o) in ascending j, on C vectors of columns from c on; `n` columns in the
 // last.
 template <int Q, int C>
 KDT_INLINE void value_tile(const AttendJob& job, int i, int c, int n, const float* p, const float* a) {
@@ -72,8 +72,8 @@ KDT_INLINE void value_tile(const AttendJob& job, int i, int c, int n, const floa
         F16 kv[C];
         KDT_UNROLL
         for (int v = 0; v < C; ++v) {
-            const float* const key = job.key[j] + c + v * kLanes;
-            kv[v] = n == kLanes ? load(key) : load_n(key, n);
+            const float* const value = job.value[j] + c + v * kLanes;
+            kv[v] = n == kLanes ? load(value) : load_n(value, n);
         }
         KDT_UNROLL
         for (int r = 0; r < Q; ++r) {
@@ -93,9 +93,9 @@ template <int Q>
 KDT_NOINLINE void values_of(const AttendJob& job, int i, const float* p, const float* a) {
     constexpr int C = kTileCells >= 16 ? 4 : 2;
     int c = 0;
-    for (; c + C * kLanes <= job.latent; c += C * kLanes) value_tile<Q, C>(job, i, c, kLanes, p, a);
-    for (; c < job.latent; c += kLanes)
-        value_tile<Q, 1>(job, i, c, job.latent - c < kLanes ? job.latent - c : kLanes, p, a);
+    for (; c + C * kLanes <= job.value_width; c += C * kLanes) value_tile<Q, C>(job, i, c, kLanes, p, a);
+    for (; c < job.value_width; c += kLanes)
+        value_tile<Q, 1>(job, i, c, job.value_width - c < kLanes ? job.value_width - c : kLanes, p, a);
 }
 
 void attend(const AttendJob& job) {

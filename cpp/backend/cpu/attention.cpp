@@ -3,35 +3,10 @@
 #include <cstring>
 
 #include "backend/cpu/linear.h"
+#include "backend/cpu/rotate.h"
 #include "core/error.h"
 
 namespace kdt::cpu {
-
-namespace {
-
-// Rotates `rope` values at angle row `position` of the table; the pairs stay where they are stored.
-void rotate(const RopeTable& table, int position, const float* x, float* y) {
-    const int half = table.rope / 2;
-    const float* cos = table.cos + static_cast<ptrdiff_t>(position) * half;
-    const float* sin = table.sin + static_cast<ptrdiff_t>(position) * half;
-    for (int j = 0; j < half; ++j) {
-        const int a = table.interleaved ? 2 * j : j;
-        const int b = table.interleaved ? 2 * j + 1 : j + half;
-        const float x0 = x[a], x1 = x[b];
-        y[a] = std::fma(x0, cos[j], -(x1 * sin[j]));
-        y[b] = std::fma(x1, cos[j], x0 * sin[j]);
-    }
-}
-
-void check_positions(const RowBatch& batch, int rows, const RopeTable& table) {
-    for (int i = 0; i < rows; ++i)
-        if (batch.position[i] < 0 || batch.position[i] >= table.positions)
-            fail(ErrorCode::invalid_argument,
-                 "row %d stands at position %d; the angle table has %d positions", i, batch.position[i],
-                 table.positions);
-}
-
-}  // namespace
 
 // Keys and slots are addresses: a wrong index would read or write foreign memory.
 void CpuBackend::check_batch(const RowBatch& batch, const LatentCache& cache, int rows) const {
@@ -69,7 +44,7 @@ void CpuBackend::write_latent(const WriteLatentArgs& args) {
     const Op op(*this);
     const int rows = live_rows(args.rows);
     const int width = args.latent + args.rope.rope;
-    check_positions(args.batch, rows, args.rope);
+    check_positions(args.batch.position, rows, args.rope);
     check_batch(args.batch, args.cache, rows);
     pool_.split(rows, 16, [&](int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
@@ -101,7 +76,7 @@ void CpuBackend::absorb_query(const AbsorbQueryArgs& args) {
              args.heads, args.latent, args.nope);
     HeadLinear h;
     h.rows = live_rows(args.rows);
-    check_positions(args.batch, h.rows, args.rope);
+    check_positions(args.batch.position, h.rows, args.rope);
     h.groups = args.heads;
     h.count = args.latent;
     h.x = args.q;
@@ -169,10 +144,10 @@ void CpuBackend::attend_block(const AttendArgs& args, int first_row, int rows, i
             job.m = m[r];
             job.l = l[r];
             job.n = heads;
-            job.key = key;
+            job.key = job.value = key;
             job.count = count;
-            job.latent = args.latent;
-            job.rope = args.rope;
+            job.key_width = width;
+            job.value_width = args.latent;
             job.scale = args.scale;
             job.first = start == 0;
             k_.attend(job);

@@ -69,6 +69,11 @@ class CpuBackend final : public Backend {
     void tree_rows(const TreeRowsArgs& args) override;
     void accept(const AcceptArgs& args) override;
     void commit(const CommitArgs& args) override;
+    bool has_draft_ops() const override { return true; }
+    void keep_taps(const KeepTapsArgs& args) override;
+    void norm_rotate(const NormRotateArgs& args) override;
+    void write_key_value(const WriteKeyValueArgs& args) override;
+    void block_attend(const BlockAttendArgs& args) override;
 
     // For tests and benchmarks.
     const Kernels& kernels() const { return k_; }

@@ -49,14 +49,15 @@ struct DotJob {
 
 // One softmax step of `n` queries of one row over one chunk of keys, in order.
 struct AttendJob {
-    const float* const* q;    // [n] pointers to latent + rope floats
-    float* const* o;          // [n] pointers to latent floats: accumulators
-    float* m;                 // [n] running maximum
-    float* l;                 // [n] running sum
-    int n;                    // <= kMaxQueries
-    const float* const* key;  // [count] pointers to latent + rope floats
-    int count;                // 1..kChunkSize
-    int latent, rope;
+    const float* const* q;      // [n] pointers to key_width floats
+    float* const* o;            // [n] pointers to value_width floats: accumulators
+    float* m;                   // [n] running maximum
+    float* l;                   // [n] running sum
+    int n;                      // <= kMaxQueries
+    const float* const* key;    // [count] pointers to key_width floats
+    const float* const* value;  // [count] pointers to value_width floats; latent attention: the keys again
+    int count;                  // 1..kChunkSize
+    int key_width, value_width;
     float scale;
     bool first;  // the row's first chunk: o, m and l are written without being read
 };
