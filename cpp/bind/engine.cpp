@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -12,11 +13,9 @@
 
 #include <algorithm>
 
+#include "bind/arrays.h"
 #include "bind/bind.h"
 #include "core/error.h"
-#include "draft/ngram.h"
-#include "draft/planted.h"
-#include "draft/replay.h"
 #include "engine/session.h"
 #include "model/rope.h"
 
@@ -25,42 +24,12 @@ using namespace nb::literals;
 
 namespace kdt {
 
+using namespace bind_support;
+
 namespace {
-
-using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-template <class T, size_t N>
-using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-
-TensorView view(const AnyArray& array, const std::string& name) {
-    TensorView v;
-    const nb::dlpack::dtype t = array.dtype();
-    if (t == nb::dtype<float>())
-        v.dtype = DType::f32;
-    else if (t == nb::dtype<uint16_t>())
-        v.dtype = DType::bf16;
-    else if (t == nb::dtype<int32_t>())
-        v.dtype = DType::i32;
-    else if (t == nb::dtype<uint8_t>())
-        v.dtype = DType::u8;
-    else
-        fail(ErrorCode::bad_model,
-             "tensor %s: the array must be float32, uint16 (bf16 bits), int32 or uint8 (fp8)", name.c_str());
-    for (size_t i = 0; i < array.ndim(); ++i) v.shape.push_back(static_cast<int64_t>(array.shape(i)));
-    v.data = array.data();
-    v.bytes = array.nbytes();
-    return v;
-}
 
 Rounding rounding(bool round_to_bf16) {
     return round_to_bf16 ? Rounding::bf16 : Rounding::exact;
-}
-
-// Hands a vector to numpy without a copy.
-template <class T>
-nb::ndarray<nb::numpy, T> to_numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
-    auto* owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::ndarray<nb::numpy, T>(owned->data(), shape, owner);
 }
 
 nb::dict config_dict(const ModelConfig& c) {
@@ -78,6 +47,49 @@ nb::dict config_dict(const ModelConfig& c) {
     d["num_experts_per_tok"] = c.num_experts_per_tok;
     d["max_position_embeddings"] = c.max_position_embeddings;
     d["softmax_scale"] = c.softmax_scale();
+    return d;
+}
+
+nb::dict draft_config_dict(const DFlashConfig& c) {
+    nb::dict d;
+    d["num_hidden_layers"] = c.num_hidden_layers;
+    d["num_attention_heads"] = c.num_attention_heads;
+    d["num_key_value_heads"] = c.num_key_value_heads;
+    d["head_dim"] = c.head_dim;
+    d["block_rows"] = c.block_rows;
+    d["mask_token_id"] = c.mask_token_id;
+    d["target_layers"] = c.target_layers;
+    d["window"] = c.window;
+    d["causal"] = c.causal;
+    d["rope_amplitude"] = c.rotary.amplitude;
+    return d;
+}
+
+nb::dict trace_dict(const RoundTrace& t) {
+    nb::dict seconds;
+    seconds["draft_table"] = t.draft_table;
+    seconds["draft_paths"] = t.draft_paths;
+    seconds["build"] = t.build;
+    seconds["verify"] = t.verify;
+    seconds["accept"] = t.accept;
+    seconds["commit"] = t.commit;
+    nb::dict d;
+    d["position"] = t.position;
+    d["tokens"] = t.tree.token;
+    d["parents"] = t.tree.parent;
+    d["depths"] = t.tree.depth;
+    d["sources"] = t.tree.source;
+    d["probabilities"] = t.probability;
+    if (t.calibrated.empty())
+        d["calibrated"] = nb::none();
+    else
+        d["calibrated"] = t.calibrated;
+    d["nodes"] = t.nodes;
+    d["asked"] = t.asked;
+    d["path"] = t.path;
+    d["emitted"] = t.emitted;
+    d["rate"] = t.rate;
+    d["seconds"] = seconds;
     return d;
 }
 
@@ -105,6 +117,13 @@ void bind_builder(nb::module_& m) {
         .def_prop_ro("config", [](const Engine& e) { return config_dict(e.config()); })
         .def_prop_ro("device", [](const Engine& e) { return e.backend().name(); })
         .def_prop_ro("description", [](const Engine& e) { return e.backend().description(); })
+        .def_prop_ro(
+            "draft_config",
+            [](const Engine& e) -> std::optional<nb::dict> {
+                if (e.draft_model() == nullptr) return std::nullopt;
+                return draft_config_dict(e.draft_model()->config);
+            },
+            "Of the draft model that was loaded beside the target; None where there is none.")
         .def_prop_ro("weight_bytes", [](const Engine& e) { return e.backend().weight_bytes(); })
         .def_prop_ro("rope_inverse_frequencies", [](const Engine& e) {
             std::vector<float> f = rope_inverse_frequencies(e.config());
@@ -168,6 +187,15 @@ void bind_builder(nb::module_& m) {
             "memory_available", [](EngineBuilder& b) { return b.memory_available(); },
             "Bytes that the device can still hand out.")
         .def(
+            "add_draft_model",
+            [](EngineBuilder& b, const std::map<std::string, double>& config, std::vector<int> target_layers,
+               std::vector<int> window, std::vector<int> causal) {
+                return b.add_draft_model(DFlashConfig::from_fields(config, std::move(target_layers),
+                                                                   std::move(window), std::move(causal)));
+            },
+            "config"_a, "target_layers"_a, "window"_a, "causal"_a, nb::keep_alive<0, 1>(),
+            "A DFlash draft model beside the target: its loader, to be filled before finish.")
+        .def(
             "finish", [](EngineBuilder& b) { return std::const_pointer_cast<Engine>(b.finish()); },
             "The engine; Error when a tensor is missing.");
 }
@@ -184,6 +212,11 @@ std::vector<RowSpec> row_specs(const std::vector<int32_t>& tokens, const std::ve
     std::vector<RowSpec> rows(n);
     for (size_t i = 0; i < n; ++i) rows[i] = {tokens[i], positions[i], prefixes[i], ancestors[i]};
     return rows;
+}
+
+const DFlashRunner& draft_runner(const Session& s) {
+    if (s.draft_model() == nullptr) fail(ErrorCode::invalid_argument, "the engine has no draft model");
+    return s.draft_model()->runner();
 }
 
 void bind_session(nb::module_& m) {
@@ -231,7 +264,7 @@ void bind_session(nb::module_& m) {
             "begin",
             [](Session& s, int max_tokens, float temperature, int top_k, float top_p, float min_p,
                uint64_t seed, uint32_t choice, std::vector<int32_t> stop_tokens,
-               std::shared_ptr<Drafter> drafter, int budget, bool keep_logits) {
+               std::shared_ptr<Drafter> drafter, int budget, bool keep_logits, bool trace) {
                 GenerateParams p;
                 p.max_tokens = max_tokens;
                 p.sample = {temperature, top_k, top_p, min_p, seed, choice};
@@ -239,11 +272,12 @@ void bind_session(nb::module_& m) {
                 p.drafter = std::move(drafter);
                 p.budget = budget;
                 p.keep_logits = keep_logits;
+                p.trace = trace;
                 s.begin(p);
             },
             "max_tokens"_a, nb::kw_only(), "temperature"_a = 0.0f, "top_k"_a = 0, "top_p"_a = 1.0f,
             "min_p"_a = 0.0f, "seed"_a = 0, "choice"_a = 0, "stop_tokens"_a = std::vector<int32_t>{},
-            "drafter"_a.none() = nb::none(), "budget"_a = -1, "keep_logits"_a = false)
+            "drafter"_a.none() = nb::none(), "budget"_a = -1, "keep_logits"_a = false, "trace"_a = false)
         .def("step", &Session::step, nb::call_guard<nb::gil_scoped_release>(),
              "One prompt chunk, or one round.")
         .def("cancel", &Session::cancel)
@@ -276,6 +310,51 @@ void bind_session(nb::module_& m) {
             },
             "layer"_a,
             "float32 [committed, kv_lora_rank + qk_rope_head_dim]: the committed latents of one layer.")
+        .def_prop_ro(
+            "trace",
+            [](const Session& s) -> std::optional<nb::dict> {
+                if (!s.trace()) return std::nullopt;
+                return trace_dict(*s.trace());
+            },
+            "What the last round did, with begin(trace=True): tree in pop order, choice, path, seconds.")
+        .def_prop_ro(
+            "draft_positions",
+            [](const Session& s) {
+                return s.draft_model() == nullptr
+                           ? std::make_pair(0, 0)
+                           : std::make_pair(s.draft_model()->ready(), s.draft_model()->end());
+            },
+            "Positions that the draft model has keys of, and those whose taps it has: the rest wait.")
+        .def(
+            "draft_features",
+            [](const Session& s, int count) {
+                std::vector<float> values = draft_runner(s).features(count);
+                const size_t n = count, hidden = s.executor().engine().config().hidden_size;
+                return to_numpy(std::move(values), {n, hidden});
+            },
+            "count"_a,
+            "float32 [count, hidden]: features of the first positions of the last batch, for tests.")
+        .def(
+            "draft_logits",
+            [](const Session& s) {
+                std::vector<float> values = draft_runner(s).logits();
+                const size_t vocab = s.executor().engine().config().vocab_size, n = values.size() / vocab;
+                return to_numpy(std::move(values), {n, vocab});
+            },
+            "float32 [drafts, vocab]: what the last draft was taken from, for tests.")
+        .def(
+            "draft_cache",
+            [](const Session& s, int layer) {
+                const DFlashConfig& c = draft_runner(s).config();
+                if (layer < 0 || layer >= c.num_hidden_layers)
+                    fail(ErrorCode::invalid_argument, "layer %d; the draft model has layers 0 to %d", layer,
+                         c.num_hidden_layers - 1);
+                std::vector<float> values = s.draft_cache(layer);
+                const size_t heads = c.num_key_value_heads, dim = c.head_dim;
+                const size_t n = values.size() / (2 * heads * dim);
+                return to_numpy(std::move(values), {n, 2, heads, dim});
+            },
+            "layer"_a, "float32 [positions, 2, kv_heads, head_dim]: keys and values of one draft layer.")
         .def(
             "run_rows",
             [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int32_t>& positions,
@@ -306,63 +385,10 @@ void bind_session(nb::module_& m) {
             "(logits [n, vocab], taps [m, layers * hidden]).");
 }
 
-void bind_drafters(nb::module_& m) {
-    nb::class_<Drafter>(m, "Drafter").def_prop_ro("name", [](const Drafter& d) { return d.name(); });
-
-    nb::class_<NgramDrafter, Drafter>(
-        m, "NgramDrafter", "Prompt lookup: continues as the text did after earlier matches of its end.")
-        .def(
-            "__init__",
-            [](NgramDrafter* self, int max_ngram, int min_ngram, int max_paths, int max_length) {
-                new (self) NgramDrafter(NgramOptions{max_ngram, min_ngram, max_paths, max_length});
-            },
-            "max_ngram"_a = NgramOptions{}.max_ngram, "min_ngram"_a = NgramOptions{}.min_ngram,
-            "max_paths"_a = NgramOptions{}.max_paths, "max_length"_a = NgramOptions{}.max_length);
-
-    nb::class_<ReplayDrafter, Drafter>(m, "ReplayDrafter",
-                                       "Recorded draft tables, keyed by the absolute position of the root.")
-        .def(
-            "__init__",
-            [](ReplayDrafter* self, const Array<int32_t, 1>& position, const Array<int32_t, 3>& tokens,
-               const Array<float, 3>& logp) {
-                if (tokens.shape(0) != position.shape(0))
-                    fail(ErrorCode::invalid_argument, "%zu draft tables for %zu root positions",
-                         tokens.shape(0), position.shape(0));
-                new (self) ReplayDrafter({position.data(), position.size()}, {tokens.data(), tokens.size()},
-                                         {logp.data(), logp.size()}, static_cast<int>(tokens.shape(1)),
-                                         static_cast<int>(tokens.shape(2)));
-            },
-            "position"_a.noconvert(), "tokens"_a.noconvert(), "logp"_a.noconvert());
-
-    nb::class_<PlantedDrafter, Drafter>(
-        m, "PlantedDrafter",
-        "Drafts planted from a known continuation: the truth at random ranks, broken at random depths.")
-        .def(
-            "__init__",
-            [](PlantedDrafter* self, std::vector<int32_t> truth, int vocab, uint64_t seed, int depth,
-               int width, float break_probability) {
-                new (self) PlantedDrafter(std::move(truth), vocab,
-                                          PlantedOptions{seed, depth, width, break_probability});
-            },
-            "truth"_a, "vocab"_a, "seed"_a = 0, "depth"_a = PlantedOptions{}.depth,
-            "width"_a = PlantedOptions{}.width, "break_probability"_a = PlantedOptions{}.break_probability)
-        .def(
-            "propose",
-            [](PlantedDrafter& d, const std::vector<int32_t>& tokens) {
-                Proposal p;
-                d.propose(tokens, kMaxDepth, p);
-                const size_t depth = p.depth, width = p.width;
-                return nb::make_tuple(to_numpy(std::move(p.table_token), {depth, width}),
-                                      to_numpy(std::move(p.table_logp), {depth, width}));
-            },
-            "tokens"_a, "The draft table (tokens, log-probabilities) for a prefix.");
-}
-
 }  // namespace
 
 void bind_engine(nb::module_& m) {
     bind_builder(m);
-    bind_drafters(m);
     bind_session(m);
 }
 

@@ -10,5 +10,6 @@ NB_MODULE(_native, m) {
     kdt::bind_core(m);
     kdt::bind_kdtr(m);
     kdt::bind_ops(m);
+    kdt::bind_draft(m);
     kdt::bind_engine(m);
 }

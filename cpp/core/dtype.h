@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace kdt {
 
@@ -51,6 +52,21 @@ inline float widen_bf16(uint16_t bits) {
     float value;
     std::memcpy(&value, &word, sizeof value);
     return value;
+}
+
+// Raw f32 or bf16 values as floats.
+inline std::vector<float> widen(const std::vector<char>& raw, DType dtype) {
+    std::vector<float> out(raw.size() / dtype_size(dtype));
+    if (dtype == DType::f32) {
+        std::memcpy(out.data(), raw.data(), raw.size());
+        return out;
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, raw.data() + i * sizeof bits, sizeof bits);
+        out[i] = widen_bf16(bits);
+    }
+    return out;
 }
 
 }  // namespace kdt

@@ -7,7 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "ddtree/tree.h"
+
 namespace kdt {
+
+class DFlashSequence;
 
 // What a drafter says about the future of a prefix: for depths 1..depth the `width` most probable tokens with
 // their log-probabilities (log-softmax over the full vocabulary, temperature 1, descending), and any number
@@ -26,6 +30,17 @@ struct Proposal {
 
     bool empty() const { return depth == 0 && paths.empty(); }
     void clear() { *this = Proposal{}; }
+    // Adds what another drafter says: its paths, and its table where there is none yet. Two tables are an
+    // error.
+    void merge(Proposal&& other);
+};
+
+struct DraftRequest {
+    // The whole prefix, the root (the last emitted token, at position tokens.size() - 1) included.
+    std::span<const int32_t> tokens;
+    int max_depth = 0;  // no path needs to be longer
+    // The draft model's state of this prefix; null unless the drafter says that it uses the draft model.
+    DFlashSequence* draft_model = nullptr;
 };
 
 class Drafter {
@@ -33,10 +48,18 @@ class Drafter {
     virtual ~Drafter() = default;
     virtual std::string name() const = 0;
 
-    // `tokens` is the whole prefix, the root (the last emitted token, at position tokens.size() - 1)
-    // included; no path needs to be longer than `max_depth`. The proposal must be a bitwise function of the
-    // prefix alone: never of budgets, of clocks, or of what was proposed before.
-    virtual void propose(std::span<const int32_t> tokens, int max_depth, Proposal& proposal) = 0;
+    // What its proposals hold: kFromTable, kFromPath, or both.
+    virtual int sources() const = 0;
+    // Whether it reads the engine's draft model, for which the target's taps are then kept.
+    virtual bool uses_draft_model() const { return false; }
+
+    // The proposal must be a bitwise function of the prefix alone: never of budgets, of clocks, or of what
+    // was proposed before.
+    virtual void propose(const DraftRequest& request, Proposal& proposal) = 0;
+
+    // The drafters of which it consists, itself where it is a single one: each can be asked, or spared, on
+    // its own.
+    virtual void parts(std::vector<Drafter*>& out) { out.push_back(this); }
 };
 
 }  // namespace kdt

@@ -35,9 +35,10 @@ NgramDrafter::NgramDrafter(const NgramOptions& options) : options_(options) {
              kMaxDepth);
 }
 
-void NgramDrafter::propose(std::span<const int32_t> tokens, int max_depth, Proposal& proposal) {
+void NgramDrafter::propose(const DraftRequest& request, Proposal& proposal) {
+    const std::span<const int32_t> tokens = request.tokens;
     proposal.clear();
-    const int limit = std::min(max_depth, options_.max_length);
+    const int limit = std::min(request.max_depth, options_.max_length);
     for (int n = options_.max_ngram; n >= options_.min_ngram; --n) {
         if (tokens.size() <= static_cast<size_t>(n)) continue;
         const std::vector<size_t> ends = matches(tokens, n, options_.max_paths);

@@ -22,7 +22,8 @@ class NgramDrafter final : public Drafter {
   public:
     explicit NgramDrafter(const NgramOptions& options);
     std::string name() const override { return "ngram"; }
-    void propose(std::span<const int32_t> tokens, int max_depth, Proposal& proposal) override;
+    int sources() const override { return kFromPath; }
+    void propose(const DraftRequest& request, Proposal& proposal) override;
 
   private:
     const NgramOptions options_;

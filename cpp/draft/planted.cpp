@@ -28,6 +28,24 @@ class Stream {
     uint64_t state_;
 };
 
+// One path along `right`, and one that leaves it at each depth, by the row's last token.
+Proposal paths_of(const Proposal& table, const std::vector<int32_t>& right) {
+    Proposal result;
+    for (int leaves = -1; leaves < table.depth; ++leaves) {
+        Proposal::Path path;
+        for (int d = 0; d < table.depth && (leaves < 0 || d <= leaves); ++d) {
+            const int32_t* row = table.table_token.data() + d * table.width;
+            const int32_t token = d == leaves ? row[table.width - 1] : right[d];
+            const auto at = std::find(row, row + table.width, token);
+            const auto rank = at == row + table.width ? table.width - 1 : at - row;
+            path.token.push_back(token);
+            path.logp.push_back(table.table_logp[d * table.width + rank]);
+        }
+        result.paths.push_back(std::move(path));
+    }
+    return result;
+}
+
 }  // namespace
 
 PlantedDrafter::PlantedDrafter(std::vector<int32_t> truth, int vocab, const PlantedOptions& options)
@@ -42,7 +60,8 @@ PlantedDrafter::PlantedDrafter(std::vector<int32_t> truth, int vocab, const Plan
              static_cast<double>(options.break_probability));
 }
 
-void PlantedDrafter::propose(std::span<const int32_t> tokens, int, Proposal& proposal) {
+void PlantedDrafter::propose(const DraftRequest& request, Proposal& proposal) {
+    const std::span<const int32_t> tokens = request.tokens;
     proposal.clear();
     const size_t root = tokens.size() - 1;
     Stream random(options_.seed, root);
@@ -51,6 +70,7 @@ void PlantedDrafter::propose(std::span<const int32_t> tokens, int, Proposal& pro
     proposal.width = width;
     bool broken = false;
     std::vector<float> probability(width);
+    std::vector<int32_t> right;  // per depth: the truth while the draft is not broken
     for (int d = 0; d < depth; ++d) {
         const size_t position = root + 1 + d;
         const int32_t truth = position < truth_.size() ? truth_[position] : -1;
@@ -77,7 +97,9 @@ void PlantedDrafter::propose(std::span<const int32_t> tokens, int, Proposal& pro
         float total = 0.02f;  // of tokens outside the table
         for (const float p : probability) total += p;
         for (const float p : probability) proposal.table_logp.push_back(std::log(p / total));
+        right.push_back(truth >= 0 && !broken ? truth : row[0]);
     }
+    if (options_.as_paths) proposal = paths_of(proposal, right);
 }
 
 }  // namespace kdt

@@ -13,6 +13,7 @@ struct PlantedOptions {
     int depth = 16;
     int width = 8;
     float break_probability = 0.1f;  // per depth: from there on the table holds only wrong tokens
+    bool as_paths = false;           // the same drafts as weighted paths: beside another drafter's table
 };
 
 class PlantedDrafter final : public Drafter {
@@ -20,7 +21,8 @@ class PlantedDrafter final : public Drafter {
     // `truth`: prompt and continuation, by absolute position.
     PlantedDrafter(std::vector<int32_t> truth, int vocab, const PlantedOptions& options);
     std::string name() const override { return "planted"; }
-    void propose(std::span<const int32_t> tokens, int max_depth, Proposal& proposal) override;
+    int sources() const override { return options_.as_paths ? kFromPath : kFromTable; }
+    void propose(const DraftRequest& request, Proposal& proposal) override;
 
   private:
     const std::vector<int32_t> truth_;

@@ -22,7 +22,8 @@ ReplayDrafter::ReplayDrafter(std::span<const int32_t> positions, std::span<const
             fail(ErrorCode::invalid_argument, "draft tables name root position %d twice", positions[i]);
 }
 
-void ReplayDrafter::propose(std::span<const int32_t> tokens, int, Proposal& proposal) {
+void ReplayDrafter::propose(const DraftRequest& request, Proposal& proposal) {
+    const std::span<const int32_t> tokens = request.tokens;
     proposal.clear();
     const auto it = index_.find(static_cast<int32_t>(tokens.size()) - 1);
     if (it == index_.end()) return;

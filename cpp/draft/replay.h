@@ -13,7 +13,8 @@ class ReplayDrafter final : public Drafter {
     ReplayDrafter(std::span<const int32_t> positions, std::span<const int32_t> tokens,
                   std::span<const float> logp, int depth, int width);
     std::string name() const override { return "replay"; }
-    void propose(std::span<const int32_t> tokens, int max_depth, Proposal& proposal) override;
+    int sources() const override { return kFromTable; }
+    void propose(const DraftRequest& request, Proposal& proposal) override;
 
   private:
     int depth_, width_;

@@ -1,59 +1,112 @@
-// How many draft nodes to verify. The choice never reaches the output (law 2); it only decides how fast the
-// output comes.
+// How much to draft and how many draft nodes to verify. The choice never reaches the output (law 2); it only
+// decides how fast the output comes.
 //
 // A round over the first n nodes emits 1 + sum of their probabilities tokens in expectation and takes C(n)
-// seconds. The long-run rate is largest when a round keeps growing while a node's probability exceeds lambda
-// * dC(n), lambda being running tokens per second (renewal-reward; the ratio rule of CaDDTree, arXiv
-// 2606.01813, is its one-round form). Only sizes that are measured are candidates, and 0 nodes is one of
-// them: on a sparse mixture of experts a wide verify can cost more than it brings.
+// seconds. The long-run rate is largest when a round grows while p_n > lambda * dC(n), lambda being the
+// running rate in tokens per second (renewal-reward; the ratio rule of CaDDTree, arXiv 2606.01813, is its
+// one-round form). Only sizes that are captured are candidates, and 0 nodes is one of them: on a sparse
+// mixture of experts a wide verify can cost more than it brings. Whether to draft at all is decided before,
+// for each source (draft table, paths) on its own, from what its drafts have brought.
 #pragma once
 
 #include <array>
 #include <functional>
 #include <span>
 
+#include "core/limits.h"
+
 namespace kdt {
 
+// Seconds of a verify by number of nodes.
 class CostTable {
   public:
     static constexpr std::array<int, 13> kSizes = {0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
+    static constexpr double kLimitSeconds = 0.5;
 
-    // Times `seconds(nodes)`, ascending, until `limit_seconds` are spent; sizes that are left are
-    // extrapolated from the last slope.
-    void measure(const std::function<double(int)>& seconds, double limit_seconds);
+    // Times `verify(nodes)` for as many sizes as fit into `limit` seconds, the most telling first; what is
+    // left is interpolated, and known better as rounds are observed.
+    void measure(const std::function<double(int)>& verify, double limit = kLimitSeconds);
     bool measured() const { return measured_; }
-    // A verify over `nodes` nodes took this long: moves the whole table by the ratio seen and the entry
-    // itself a little more.
+    // Whether the cost of a plain round is known: nothing is measured before, since it says how much fits.
+    bool plain_known() const { return known_[0]; }
+    // A verify over `nodes` nodes took this long: moves the whole table a little (context grew, clocks
+    // changed), and this entry a little more.
     void observe(int nodes, double seconds);
-    double seconds(size_t size_index) const { return seconds_[size_index]; }
+    // Of the smallest captured size that holds `nodes`.
+    double seconds(int nodes) const { return seconds_[index(nodes)]; }
 
   private:
-    void make_monotone();
-    std::array<double, kSizes.size()> seconds_{};
+    static size_t index(int nodes);
+    void fill();  // interpolates what is not known; more nodes never cost less
+
+    std::array<double, kSizes.size()> seconds_{}, raw_{};
+    std::array<bool, kSizes.size()> known_{};
     bool measured_ = false;
+};
+
+// The tree of a round, in pop order, node 0 the root.
+struct TreeView {
+    std::span<const int32_t> token, parent, source;
+    std::span<const double> weight;  // log-probability of the path
+    int count() const { return static_cast<int>(weight.size()) - 1; }
+};
+
+struct RoundOutcome {
+    TreeView tree;
+    int nodes = 0;                     // verified
+    std::span<const int32_t> path;     // rows accepted, the root first
+    std::span<const int32_t> emitted;  // the target's token after each of them
+    int asked = 0;                     // sources that drafted: kFromTable, kFromPath
+    std::array<double, 2> draft{};     // seconds that they took: table, paths
+    double seconds = 0.0;              // of everything else: build, verify, accept, commit
 };
 
 class Budget {
   public:
-    // `fixed` >= 0: that many nodes always. -1: choose by cost.
+    // `fixed` >= 0: that many nodes always. -1: chosen by cost.
     explicit Budget(int fixed) : fixed_(fixed) {}
 
     bool automatic() const { return fixed_ < 0; }
-    int max_nodes() const;
-    // Whether to draft at all this round. While drafting does not pay it is probed at exponentially growing
-    // intervals.
-    bool draft_now();
-    // Number of nodes to verify, from the nodes' log-probabilities in pop order (root first).
-    int choose(std::span<const double> node_weight, const CostTable& costs);
-    // A round ended: its cost and what it brought.
-    void observe(int nodes, int emitted, double draft_seconds, double verify_seconds, bool drafted);
+    int fixed() const { return fixed_; }
+    int max_nodes() const { return automatic() ? kMaxNodes : fixed_; }
+
+    // Which of the `available` sources to ask this round. A source whose drafts do not pay is asked again
+    // after 2, 4, 8, … rounds, up to the interval at which asking costs kProbeShare of the time.
+    int sources(int available, const CostTable& costs);
+    // Number of nodes to verify.
+    int choose(const TreeView& tree, const CostTable& costs);
+    void observe(const RoundOutcome& round, const CostTable& costs);
+
+    // For reports: running tokens per second, and the calibrated probability of each node.
+    double rate(const CostTable& costs) const;
+    std::array<double, kMaxTreeRows> probabilities(const TreeView& tree) const;
 
   private:
+    // Drafts of one kind. `credit` is what they have won less what they cost, in tokens, within limits: below
+    // 0 the source is no longer asked but for probes.
+    struct Source {
+        bool open = true, probing = false;
+        double credit = 2.0;
+        double seconds = 0.0;  // of a draft, running mean
+        bool timed = false;
+        int interval = 2, wait = 0;
+    };
+    // How often steps of one kind are right, against how often they say so: decaying sums over the nodes
+    // that a walk came to.
+    struct Calibration {
+        double hits = 0.0, claims = 0.0;
+        double ratio() const { return (hits + 1.0) / (claims + 1.0); }
+    };
+    static constexpr int kClasses = 6;  // table, path, both; each on the spine and off it
+
+    void settle(int bit, double gain, const CostTable& costs);
+    void calibrate(const RoundOutcome& round);
+
     int fixed_;
     double tokens_ = 0.0, time_ = 0.0;  // decaying sums: their ratio is lambda
-    double draft_gain_ = 0.0;           // tokens won by drafting, less its time in tokens: decaying mean
-    int drafts_seen_ = 0;
-    int skip_ = 0, interval_ = 1;
+    int cap_ = 2;                       // nodes at most: doubles while trees of this size pay
+    std::array<Source, 2> sources_;     // table, paths
+    std::array<Calibration, kClasses> calibration_;
 };
 
 }  // namespace kdt

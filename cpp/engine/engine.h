@@ -7,6 +7,7 @@
 #include <string>
 
 #include "backend/backend.h"
+#include "draft/dflash_weights.h"
 #include "engine/budget.h"
 #include "model/config.h"
 #include "model/weights.h"
@@ -31,6 +32,8 @@ class Engine {
     // Ops are ordered on the backend's one stream, so executors of one engine take turns; one thread at a
     // time may use them.
     Backend& backend() const { return *backend_; }
+    // The draft model that was loaded beside the target; null where there is none.
+    const DFlashModel* draft_model() const { return draft_model_.get(); }
     // What a verify costs on this device: measured once, refined while running. The one thing here that
     // changes; it decides how many nodes are verified and never reaches the output.
     CostTable& costs() const { return costs_; }
@@ -43,6 +46,7 @@ class Engine {
     std::unique_ptr<Backend> backend_;
     const ModelConfig config_;
     ModelWeights weights_;
+    std::unique_ptr<DFlashModel> draft_model_;
     mutable CostTable costs_;
 };
 
@@ -51,6 +55,8 @@ class EngineBuilder {
   public:
     EngineBuilder(const std::map<std::string, double>& config, const DeviceOptions& options);
     WeightLoader& loader();  // throws once `finish` has been called
+    // A draft model beside the target: at most one, before `finish`. Its loader takes no tensor after that.
+    std::shared_ptr<DFlashLoader> add_draft_model(const DFlashConfig& config);
     const ModelConfig& config() const { return engine_->config(); }
     size_t memory_available() { return loader().backend().memory_available(); }
     std::shared_ptr<const Engine> finish();
@@ -58,6 +64,7 @@ class EngineBuilder {
   private:
     std::shared_ptr<Engine> engine_;
     std::unique_ptr<WeightLoader> loader_;
+    std::shared_ptr<DFlashLoader> draft_loader_;
 };
 
 }  // namespace kdt

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 
 #include "core/error.h"
@@ -69,16 +68,18 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     const size_t rope_bytes = static_cast<size_t>(context_) * half * sizeof(float);
     const size_t activation_bytes = ForwardScratch::bytes(c, max_rows_, kMaxTreeRows);
     const size_t kv_bytes = layers * (page_bytes + tree_bytes);
-    bytes_ = kv_bytes + logit_bytes + 2 * rope_bytes + activation_bytes;
+    const DFlashModel* draft = engine_->draft_model();
+    const DFlashPlace place{nullptr, page_count_, pages_per_sequence_, sessions_, context_, max_rows_};
+    const size_t draft_bytes = draft != nullptr ? DFlashRunner::bytes(draft->config, place, element) : 0;
+    bytes_ = kv_bytes + logit_bytes + 2 * rope_bytes + activation_bytes + draft_bytes;
     const size_t available = backend_.memory_available();
     if (bytes_ > available)
         fail(ErrorCode::out_of_memory,
-             "a context of %d tokens for %d session(s) needs %.2f GiB (KV %.2f, activations and logits %.2f) "
-             "beside %.2f GiB of "
-             "weights, and %.2f GiB are free on %s",
+             "a context of %d tokens for %d session(s) needs %.2f GiB (KV %.2f, activations and logits %.2f, "
+             "draft model %.2f) beside %.2f GiB of weights, and %.2f GiB are free on %s",
              context_, sessions_, gib(bytes_), gib(kv_bytes),
-             gib(logit_bytes + 2 * rope_bytes + activation_bytes), gib(backend_.weight_bytes()),
-             gib(available), backend_.name().c_str());
+             gib(logit_bytes + 2 * rope_bytes + activation_bytes), gib(draft_bytes),
+             gib(backend_.weight_bytes()), gib(available), backend_.name().c_str());
 
     pages_ = Buffer(backend_, layers * page_bytes, "KV pages");
     scratch_kv_ = Buffer(backend_, layers * tree_bytes, "tree KV");
@@ -125,6 +126,7 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     in_.stop_count = round_in_.add<int32_t>(1);
     in_.stops = round_in_.add<int32_t>(kMaxStops);
     in_.sample = round_in_.add<SampleParams>(1);
+    in_.kept_row = round_in_.add<int32_t>(1);
     in_.count = round_in_.add<int32_t>(1);
     in_.token = round_in_.add<int32_t>(kMaxTreeRows);
     in_.parent = round_in_.add<int32_t>(kMaxTreeRows);
@@ -154,6 +156,12 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     sequence_pages_.resize(sessions_);
     sequence_open_.resize(sessions_, false);
     for (int s = 0; s < sessions_; ++s) load_page_table(s);
+
+    if (draft != nullptr) {
+        DFlashPlace at = place;
+        at.page_table = page_table_.as<int32_t>();
+        draft_runner_ = std::make_unique<DFlashRunner>(backend_, *draft, at);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------
@@ -222,6 +230,13 @@ ForwardArgs Executor::forward_args(int capacity) {
     return args;
 }
 
+// Taps of all rows, to the draft runner.
+void Executor::want_taps(ForwardArgs& args, const int32_t* index) const {
+    args.tap_layers = &draft_runner_->config().target_layers;
+    args.want_taps = {args.rows, index};
+    args.taps = draft_runner_->taps();
+}
+
 bool Executor::run(const ForwardArgs& args) {
     return forward(backend_, engine_->config(), engine_->weights(), *activations_, args);
 }
@@ -248,7 +263,7 @@ void Executor::upload_rows(int sequence, std::span<const RowSpec> rows) {
     put<int32_t>(backend_, live_, static_cast<int32_t>(n));
 }
 
-bool Executor::run_prompt(int sequence, std::span<const int32_t> tokens, int first, int logit_rows,
+bool Executor::run_prompt(int sequence, std::span<const int32_t> tokens, int first, int logit_rows, bool taps,
                           const std::atomic<bool>* cancel) {
     const int n = static_cast<int>(tokens.size());
     std::vector<RowSpec> rows(n);
@@ -264,6 +279,12 @@ bool Executor::run_prompt(int sequence, std::span<const int32_t> tokens, int fir
     put<int32_t>(backend_, logit_live_, static_cast<int32_t>(logit_rows));
     ForwardArgs args = forward_args(n);
     args.want_logits = {{logit_rows, logit_live_.as<int32_t>()}, logit_index_.as<int32_t>()};
+    if (taps) {
+        std::vector<int32_t> every(n);
+        std::iota(every.begin(), every.end(), 0);
+        put<int32_t>(backend_, tap_index_, std::span<const int32_t>(every));
+        want_taps(args, tap_index_.as<int32_t>());
+    }
     cancel_ = cancel;
     return run(args);
 }
@@ -389,6 +410,7 @@ bool Executor::verify(const VerifyRequest& request) {
     *round_in_.host<int32_t>(in_.stop_count) = static_cast<int32_t>(request.stops.size());
     round_in_.set(in_.stops, std::vector<int32_t>(request.stops.begin(), request.stops.end()));
     *round_in_.host<SampleParams>(in_.sample) = request.sample;
+    *round_in_.host<int32_t>(in_.kept_row) = request.kept_row;
     *round_in_.host<int32_t>(in_.count) = host_tree_.count;
     round_in_.set(in_.token, host_tree_.token);
     round_in_.set(in_.parent, host_tree_.parent);
@@ -401,23 +423,24 @@ bool Executor::verify(const VerifyRequest& request) {
 
     cancel_ = request.cancel;
     was_cancelled_ = false;
-    round_graph(request.nodes + 1).launch();
+    round_graph(request.nodes + 1, request.kept_row >= 0).launch();
     stage_seconds_.verify += watch.lap() - stage_seconds_.accept - stage_seconds_.commit;
     return !was_cancelled_;
 }
 
 // One recording per size of the cost table: rows in between ride as padding, which changes no bit and loads
 // no weights.
-Graph& Executor::round_graph(int rows) {
+Graph& Executor::round_graph(int rows, bool taps) {
     size_t i = 0;
     while (CostTable::kSizes[i] + 1 < rows) ++i;
-    std::unique_ptr<Graph>& graph = round_graphs_[i];
+    std::unique_ptr<Graph>& graph = round_graphs_[taps][i];
     if (!graph)
-        graph = backend_.record([this, capacity = CostTable::kSizes[i] + 1] { queue_round(capacity); });
+        graph = backend_.record(
+            [this, capacity = CostTable::kSizes[i] + 1, taps] { queue_round(capacity, taps); });
     return *graph;
 }
 
-void Executor::queue_round(int capacity) {
+void Executor::queue_round(int capacity, bool taps) {
     const int32_t* start = round_in_.device<int32_t>(in_.start);
     const int32_t* sequence = round_in_.device<int32_t>(in_.sequence);
     backend_.tree_rows(
@@ -425,6 +448,7 @@ void Executor::queue_round(int capacity) {
 
     ForwardArgs args = forward_args(capacity);
     args.want_logits = {args.rows, every_row_.as<int32_t>()};
+    if (taps) want_taps(args, every_row_.as<int32_t>());
     if (!run(args)) {
         was_cancelled_ = true;
         return;
@@ -450,6 +474,10 @@ void Executor::queue_round(int capacity) {
     for (const LatentCache& cache : caches_)
         backend_.commit(
             {accept.length, accept.path, start, sequence, engine_->config().cache_width(), cache});
+    if (taps)
+        backend_.keep_taps({accept.length, accept.path, round_in_.device<int32_t>(in_.kept_row),
+                            draft_runner_->kept_capacity(), draft_runner_->config().tap_width(),
+                            draft_runner_->taps(), draft_runner_->kept()});
     stage_seconds_.commit = watch.lap();
 }
 
@@ -485,17 +513,24 @@ int32_t Executor::select_last(const SampleParams& sample, int rows) {
     return get(backend_, selected_.as<int32_t>(), 1)[0];
 }
 
-void Executor::measure_costs(int sequence) {
-    constexpr double kLimitSeconds = 0.5;
+void Executor::measure_costs(int sequence, int start, std::span<const int32_t> text) {
     cancel_ = nullptr;
+    // Distinct tokens, the text's own as far as they go: rows that are equal would share all of their
+    // experts.
     const int vocab = engine_->config().vocab_size;
+    std::vector<int32_t> tokens(text.rbegin(), text.rend());
+    for (int i = 0; i < kMaxTreeRows; ++i) tokens.push_back(static_cast<int32_t>((1 + 7919ll * i) % vocab));
+    std::vector<int32_t> distinct;
+    for (const int32_t token : tokens) {
+        if (distinct.size() == static_cast<size_t>(kMaxTreeRows)) break;
+        if (std::find(distinct.begin(), distinct.end(), token) == distinct.end()) distinct.push_back(token);
+    }
     const auto seconds = [&](int nodes) {
-        // Siblings below one root, each with a token of its own: what they share is the root alone, as in a
-        // wide tree. They see no committed position, so no page is read and only scratch is written.
         std::vector<RowSpec> rows(nodes + 1);
         for (int i = 0; i <= nodes; ++i) {
-            rows[i].token = static_cast<int32_t>((1 + 7919ll * i) % vocab);
-            rows[i].position = i == 0 ? 0 : 1;
+            rows[i].token = distinct[i % distinct.size()];
+            rows[i].position = start + (i > 0);
+            rows[i].prefix = start;
             rows[i].ancestors = i == 0 ? std::vector<int32_t>{0} : std::vector<int32_t>{0, i};
         }
         upload_rows(sequence, rows);
@@ -507,8 +542,7 @@ void Executor::measure_costs(int sequence) {
         backend_.synchronize();
         return watch.lap();
     };
-    seconds(0);  // touches what the first call touches
-    engine_->costs().measure(seconds, kLimitSeconds);
+    engine_->costs().measure(seconds);
 }
 
 // ------------------------------------------------------------------------------------------------------------
@@ -529,17 +563,11 @@ std::vector<float> Executor::cache(int sequence, int layer, int positions) const
                           static_cast<const char*>(caches_[layer].pages) + page * kPageSize * width * element,
                           std::min(kPageSize, positions - p) * width * element);
     }
-    std::vector<float> out(positions * width);
-    if (backend_.cache_dtype() == DType::f32) {
-        std::memcpy(out.data(), raw.data(), raw.size());
-        return out;
-    }
-    for (size_t i = 0; i < out.size(); ++i) {
-        uint16_t bits;
-        std::memcpy(&bits, raw.data() + i * sizeof bits, sizeof bits);
-        out[i] = widen_bf16(bits);
-    }
-    return out;
+    return widen(raw, backend_.cache_dtype());
+}
+
+std::vector<float> Executor::draft_cache(int sequence, int layer, int positions) const {
+    return draft_runner_->cache(layer, sequence_pages_[sequence], positions);
 }
 
 }  // namespace kdt

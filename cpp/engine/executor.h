@@ -9,11 +9,11 @@
 #include <span>
 #include <vector>
 
+#include "backend/staging.h"
 #include "ddtree/tree.h"
-#include "draft/drafter.h"
+#include "draft/dflash.h"
 #include "engine/budget.h"
 #include "engine/engine.h"
-#include "engine/staging.h"
 #include "model/forward.h"
 
 namespace kdt {
@@ -40,6 +40,8 @@ class Executor {
     int context() const { return context_; }
     int prefill_rows() const { return prefill_rows_; }
     size_t bytes() const { return bytes_; }
+    // Runs the engine's draft model; null where it has none.
+    DFlashRunner* draft_runner() const { return draft_runner_.get(); }
 
     // Sequences and their pages. Pages are taken as positions are needed and given back on shrink and close.
     int open_sequence();
@@ -48,8 +50,9 @@ class Executor {
     void shrink(int sequence, int positions);
 
     // Prompt rows: tokens at positions first, first + 1, … of the sequence; their pages must be reserved.
-    // Logits are kept for the last `logit_rows` of them. Returns false when cancelled.
-    bool run_prompt(int sequence, std::span<const int32_t> tokens, int first, int logit_rows,
+    // Logits are kept for the last `logit_rows` of them; `taps`: all of them leave taps with the draft
+    // runner. Returns false when cancelled.
+    bool run_prompt(int sequence, std::span<const int32_t> tokens, int first, int logit_rows, bool taps,
                     const std::atomic<bool>* cancel);
 
     // Any rows, for tests and for probing costs: logits and taps of every row that asks.
@@ -67,6 +70,7 @@ class Executor {
         int limit = 1;  // tokens that may still be emitted
         std::span<const int32_t> stops;
         SampleParams sample;
+        int kept_row = -1;  // of the draft runner's kept taps: those of the path go there; -1: nowhere
         const std::atomic<bool>* cancel = nullptr;
     };
     bool verify(const VerifyRequest& request);  // false when cancelled: nothing was committed
@@ -85,19 +89,23 @@ class Executor {
     // of `rows` rows.
     int32_t select_last(const SampleParams& sample, int rows);
 
-    // Fills the engine's cost table from forwards over distinct rows of scratch, touching no session.
-    void measure_costs(int sequence);
+    // Fills the engine's cost table from forwards over distinct rows of a sequence's own text: siblings below
+    // a root at position `start`, which see what is committed and write to scratch alone.
+    void measure_costs(int sequence, int start, std::span<const int32_t> text);
 
     std::vector<float> logits(int row) const;                                // [vocab] of the last forward
     std::vector<float> cache(int sequence, int layer, int positions) const;  // [positions, latent + rope]
+    // [positions, 2, kv_heads, head_dim] of the draft model.
+    std::vector<float> draft_cache(int sequence, int layer, int positions) const;
 
   private:
     void load_page_table(int sequence);
     ForwardArgs forward_args(int capacity);
+    void want_taps(ForwardArgs& args, const int32_t* index) const;
     bool run(const ForwardArgs& args);
     // The ops of a round from tree rows to commit, for at most `capacity` rows; recorded once per capacity.
-    void queue_round(int capacity);
-    Graph& round_graph(int rows);
+    void queue_round(int capacity, bool taps);
+    Graph& round_graph(int rows, bool taps);
     void upload_rows(int sequence, std::span<const RowSpec> rows);
     void check_forwardable(std::span<const RowSpec> rows) const;
 
@@ -123,8 +131,8 @@ class Executor {
     // What a round is told and what it tells: one upload, one read-back.
     Staging round_in_, round_out_;
     struct InputOffsets {
-        size_t start, nodes, sequence, limit, stop_count, stops, sample, count, token, parent, depth, source,
-            weight;
+        size_t start, nodes, sequence, limit, stop_count, stops, sample, kept_row, count, token, parent,
+            depth, source, weight;
     } in_;
     struct OutputOffsets {
         size_t length, failed, path, emitted;
@@ -132,8 +140,9 @@ class Executor {
     RowBatch batch_;
     TreeArrays tree_;
     RopeTable rope_;
-    std::array<std::unique_ptr<Graph>, CostTable::kSizes.size()> round_graphs_;
-    const std::atomic<bool>* cancel_ = nullptr;  // of the running request
+    std::unique_ptr<DFlashRunner> draft_runner_;
+    std::array<std::unique_ptr<Graph>, CostTable::kSizes.size()> round_graphs_[2];  // without and with taps
+    const std::atomic<bool>* cancel_ = nullptr;                                     // of the running request
     bool was_cancelled_ = false;
     Walk::Seconds stage_seconds_;
     Tree host_tree_;

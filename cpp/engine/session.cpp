@@ -27,7 +27,9 @@ const char* finish_name(Finish finish) {
 }
 
 Session::Session(std::shared_ptr<Executor> executor)
-    : executor_(std::move(executor)), sequence_(executor_->open_sequence()) {}
+    : executor_(std::move(executor)), sequence_(executor_->open_sequence()) {
+    if (executor_->draft_runner() != nullptr) draft_model_.emplace(*executor_->draft_runner(), sequence_);
+}
 
 Session::~Session() {
     executor_->close_sequence(sequence_);
@@ -60,7 +62,7 @@ std::vector<float> Session::score(std::span<const int32_t> tokens) {
     while (committed_ < total) {
         const int n = std::min({executor_->prefill_rows(), kMaxTreeRows, total - committed_});
         if (!executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)},
-                                   committed_, n, &cancel_)) {
+                                   committed_, n, false, &cancel_)) {
             tokens_.resize(std::max<size_t>(before, committed_));
             fail(ErrorCode::invalid_argument, "cancelled while scoring");
         }
@@ -97,11 +99,27 @@ void Session::begin(const GenerateParams& params) {
              "the session holds %zu tokens and the context %d: there is no room for an answer",
              tokens_.size(), executor_->context());
 
+    const bool feeds = params.drafter && params.drafter->uses_draft_model();
+    if (feeds && !draft_model_)
+        fail(ErrorCode::invalid_argument, "the drafter %s needs a draft model, and the engine has none",
+             params.drafter->name().c_str());
+
     // All of the prompt may be in the cache already (after `score`): its last token must be run again for its
     // logits.
     committed_ = std::min<int>(committed_, static_cast<int>(tokens_.size()) - 1);
     params_ = params;
-    budget_ = Budget(params.drafter ? params.budget : 0);
+    drafters_.clear();
+    if (params_.drafter) params_.drafter->parts(drafters_);
+    // The draft model sees the same positions as the target: what it has not seen, or what is about to be
+    // replaced, runs through the target again. Row purity makes the bits of the latents the same.
+    feeds_draft_model_ = feeds;
+    if (draft_model_) draft_model_->rewind(committed_);
+    if (feeds) committed_ = draft_model_->end();
+    const std::string budget_of = params.drafter ? params.drafter->name() : "";
+    const int fixed = params.drafter ? params.budget : 0;
+    if (budget_.fixed() != fixed || budget_of != budget_of_) budget_ = Budget(fixed);
+    budget_of_ = budget_of;
+    trace_.reset();
     emitted_ = 0;
     prompt_first_ = committed_;
     prompt_total_ = static_cast<int>(tokens_.size()) - committed_;
@@ -129,11 +147,13 @@ StepResult Session::prefill_chunk() {
     const bool last = n == left;
     executor_->reserve(sequence_, committed_ + n);
     if (stats_.target_forwards == 0) stats_.target_forwards = 1;
+    if (feeds_draft_model_) draft_model_->settle();
     if (!executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)}, committed_,
-                               last ? 1 : 0, &cancel_)) {
+                               last ? 1 : 0, feeds_draft_model_, &cancel_)) {
         result.finish = Finish::cancelled;
         return result;
     }
+    if (feeds_draft_model_) draft_model_->feed_prompt(n);
     if (last) {
         const int32_t token = executor_->select_last(params_.sample, n);
         const bool failed = token < 0;
@@ -147,26 +167,42 @@ StepResult Session::prefill_chunk() {
     return result;
 }
 
+std::array<double, 2> Session::draft(int asked, int max_depth, Proposal& proposal) {
+    std::array<double, 2> seconds{};
+    DraftRequest request{tokens_, max_depth, draft_model_ ? &*draft_model_ : nullptr};
+    for (Drafter* drafter : drafters_) {
+        if (!(drafter->sources() & asked)) continue;
+        Stopwatch watch;
+        Proposal part;
+        drafter->propose(request, part);
+        proposal.merge(std::move(part));
+        seconds[drafter->sources() & kFromTable ? 0 : 1] += watch.lap();
+    }
+    return seconds;
+}
+
 // draft -> build -> verify -> accept -> commit
 StepResult Session::round() {
     StepResult result;
+    trace_.reset();
     Stopwatch watch;
     const int start = committed_;  // position of the root
     const int context = executor_->context();
     // A node at depth d emits the token at position start + d + 1, which must exist.
     const int max_depth = std::max(0, context - 2 - start);
     executor_->reserve(sequence_, std::min(context, start + kMaxTreeRows));
-    const bool drafting = max_depth > 0 && budget_.draft_now();
-    if (drafting && budget_.automatic() && !executor_->engine().costs().measured())
-        executor_->measure_costs(sequence_);
+    CostTable& costs = executor_->engine().costs();
+    const int available = params_.drafter && max_depth > 0 ? params_.drafter->sources() : 0;
+    if (available && budget_.automatic() && costs.plain_known() && !costs.measured())
+        executor_->measure_costs(sequence_, start, tokens_);
+    const int asked = available ? budget_.sources(available, costs) : 0;
 
     Proposal proposal;
+    const std::array<double, 2> draft_seconds = draft(asked, max_depth, proposal);
     watch.lap();
-    if (drafting) params_.drafter->propose(tokens_, max_depth, proposal);
-    const double draft_seconds = watch.lap();
-
     const Tree& tree = executor_->build(tokens_.back(), proposal, budget_.max_nodes(), max_depth);
-    const int nodes = budget_.choose(tree.weight, executor_->engine().costs());
+    const TreeView view{tree.token, tree.parent, tree.source, tree.weight};
+    const int nodes = budget_.choose(view, costs);
     const double build_seconds = watch.lap();
 
     Executor::VerifyRequest request;
@@ -177,6 +213,8 @@ StepResult Session::round() {
     request.stops = params_.stop_tokens;
     request.sample = params_.sample;
     request.cancel = &cancel_;
+    if (feeds_draft_model_) request.kept_row = draft_model_->make_room(nodes + 1);
+    watch.lap();
     if (!executor_->verify(request)) {
         result.finish = Finish::cancelled;
         return result;
@@ -185,6 +223,7 @@ StepResult Session::round() {
     const double target_seconds = watch.lap();
     const int kept = static_cast<int>(walk.emitted.size());
     committed_ = start + kept;
+    if (feeds_draft_model_) draft_model_->kept(kept);
     emit(walk.emitted, walk.failed, result);
     if (params_.keep_logits) {
         for (const int32_t row : walk.path) {
@@ -199,14 +238,43 @@ StepResult Session::round() {
     stats_.accepted += std::max(0, kept - 1);
     stats_.branching_rounds += walk.branched;
     stats_.accepted_lengths.push_back(kept);
-    stats_.seconds.draft += draft_seconds;
+    stats_.seconds.draft += draft_seconds[0] + draft_seconds[1];
     stats_.seconds.build += build_seconds;
     stats_.seconds.verify += walk.seconds.verify;
     stats_.seconds.accept += walk.seconds.accept;
     stats_.seconds.commit += walk.seconds.commit;
+    if (params_.trace) {
+        trace_.emplace();
+        trace_->position = start;
+        trace_->tree = tree;
+        for (const double weight : tree.weight) trace_->probability.push_back(std::exp(weight));
+        if (budget_.automatic()) {
+            const auto p = budget_.probabilities(view);
+            trace_->calibrated.assign(p.begin(), p.begin() + tree.weight.size());
+            trace_->rate = budget_.rate(costs);
+        }
+        trace_->nodes = nodes;
+        trace_->asked = asked;
+        trace_->path = walk.path;
+        trace_->emitted = walk.emitted;
+        trace_->draft_table = draft_seconds[0];
+        trace_->draft_paths = draft_seconds[1];
+        trace_->build = build_seconds;
+        trace_->verify = walk.seconds.verify;
+        trace_->accept = walk.seconds.accept;
+        trace_->commit = walk.seconds.commit;
+    }
     if (budget_.automatic()) {
-        executor_->engine().costs().observe(nodes, walk.seconds.verify);
-        budget_.observe(nodes, kept, draft_seconds + build_seconds, target_seconds, drafting);
+        costs.observe(nodes, walk.seconds.verify);
+        RoundOutcome outcome;
+        outcome.tree = view;
+        outcome.nodes = nodes;
+        outcome.path = walk.path;
+        outcome.emitted = walk.emitted;
+        outcome.asked = asked;
+        outcome.draft = draft_seconds;
+        outcome.seconds = build_seconds + target_seconds;
+        budget_.observe(outcome, costs);
     }
     return result;
 }
@@ -234,6 +302,7 @@ void Session::rewind(int length) {
              tokens_.size());
     tokens_.resize(length);
     committed_ = std::min(committed_, length);
+    if (draft_model_) draft_model_->rewind(committed_);
     executor_->shrink(sequence_, committed_);
     generating_ = false;
 }

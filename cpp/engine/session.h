@@ -4,10 +4,12 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "draft/dflash_sequence.h"
 #include "draft/drafter.h"
 #include "engine/budget.h"
 #include "engine/executor.h"
@@ -21,6 +23,7 @@ struct GenerateParams {
     std::shared_ptr<Drafter> drafter;  // null: plain decoding
     int budget = -1;                   // draft nodes per round; -1: chosen by cost
     bool keep_logits = false;          // keep the logits behind each emitted token
+    bool trace = false;                // keep what each round did: Session::trace
 };
 
 enum class Finish { none, stop, length, context, cancelled, error };
@@ -44,6 +47,20 @@ struct SessionStats {         // of one generation
     struct Seconds {
         double prefill = 0, draft = 0, build = 0, verify = 0, accept = 0, commit = 0;
     } seconds;
+};
+
+// What one round did, for reports.
+struct RoundTrace {
+    int position = 0;                 // of the root
+    Tree tree;                        // all that was built; the first `nodes` were verified
+    std::vector<double> probability;  // of each node: the drafters' own
+    std::vector<double> calibrated;   // as the budget took them; empty where it is fixed
+    int nodes = 0;
+    int asked = 0;                 // sources that drafted: kFromTable, kFromPath
+    std::vector<int32_t> path;     // rows accepted, the root first
+    std::vector<int32_t> emitted;  // the target's token after each of them
+    double rate = 0.0;             // tokens per second that the budget reckoned with; 0 where it is fixed
+    double draft_table = 0.0, draft_paths = 0.0, build = 0.0, verify = 0.0, accept = 0.0, commit = 0.0;
 };
 
 class Session {
@@ -71,12 +88,21 @@ class Session {
     const SessionStats& stats() const { return stats_; }
     const std::vector<float>& logits() const { return kept_logits_; }  // [emitted, vocab]
     std::vector<float> cache(int layer) const { return executor_->cache(sequence_, layer, committed_); }
+    // Of the last round; empty before the first and without GenerateParams::trace.
+    const std::optional<RoundTrace>& trace() const { return trace_; }
+    // The draft model's state; null where the engine has none.
+    const DFlashSequence* draft_model() const { return draft_model_ ? &*draft_model_ : nullptr; }
+    std::vector<float> draft_cache(int layer) const {
+        return executor_->draft_cache(sequence_, layer, draft_model_->ready());
+    }
     Executor& executor() const { return *executor_; }
     int sequence() const { return sequence_; }
 
   private:
     StepResult prefill_chunk();
     StepResult round();
+    // Asks the drafters of `asked` sources; seconds by source.
+    std::array<double, 2> draft(int asked, int max_depth, Proposal& proposal);
     // Appends what was emitted and says whether, and why, the generation ends here.
     void emit(std::span<const int32_t> tokens, bool failed, StepResult& result);
 
@@ -88,7 +114,12 @@ class Session {
 
     bool generating_ = false;
     GenerateParams params_;
+    std::vector<Drafter*> drafters_;  // the parts of params_.drafter
+    bool feeds_draft_model_ = false;  // the target's taps are kept for the draft model
+    std::optional<DFlashSequence> draft_model_;
     Budget budget_{0};
+    std::string budget_of_;  // the drafter that it has learned about
+    std::optional<RoundTrace> trace_;
     int emitted_ = 0;
     int prompt_first_ = 0, prompt_total_ = 0;
     SessionStats stats_;

@@ -4,54 +4,11 @@
 #include <functional>
 
 #include "core/error.h"
+#include "core/fields.h"
 
 namespace kdt {
 
 namespace {
-
-// Largest value any integer field may take: products of two of them stay far inside int64, products of a
-// field and a row count inside int.
-constexpr double kMaxField = 1 << 24;
-
-// Reads each named field once; complains about missing, fractional, out-of-range and left-over ones.
-class Reader {
-  public:
-    explicit Reader(const std::map<std::string, double>& fields) : left_(fields) {}
-
-    double real(const char* key) {
-        const auto it = left_.find(key);
-        if (it == left_.end()) fail(ErrorCode::bad_model, "config.%s is missing", key);
-        const double value = it->second;
-        left_.erase(it);
-        if (!std::isfinite(value))
-            fail(ErrorCode::bad_model, "config.%s is %g; expected a finite number", key, value);
-        return value;
-    }
-
-    int integer(const char* key, int least) {
-        const double value = real(key);
-        if (value != std::floor(value) || value < least || value > kMaxField)
-            fail(ErrorCode::bad_model, "config.%s is %g; expected an integer from %d to %.0f", key, value,
-                 least, kMaxField);
-        return static_cast<int>(value);
-    }
-
-    bool flag(const char* key) {
-        const double value = real(key);
-        if (value != 0.0 && value != 1.0)
-            fail(ErrorCode::bad_model, "config.%s is %g; expected 0 or 1", key, value);
-        return value == 1.0;
-    }
-
-    void finish() const {
-        if (!left_.empty())
-            fail(ErrorCode::bad_model, "config.%s is not a field of this version",
-                 left_.begin()->first.c_str());
-    }
-
-  private:
-    std::map<std::string, double> left_;
-};
 
 void require(bool ok, const char* what) {
     if (!ok) fail(ErrorCode::bad_model, "config: %s", what);
@@ -69,7 +26,7 @@ double ModelConfig::softmax_scale() const {
 }
 
 ModelConfig ModelConfig::from_fields(const std::map<std::string, double>& fields) {
-    Reader read(fields);
+    FieldReader read(fields, "config");
     ModelConfig c{};
     c.vocab_size = read.integer("vocab_size", 1);
     c.hidden_size = read.integer("hidden_size", 1);

@@ -8,7 +8,8 @@ decoding. ::
         print(event.text, end="", flush=True)
 """
 
-from ._native import NgramDrafter, PlantedDrafter, ReplayDrafter, build_info
+from ._native import CombinedDrafter, DFlashDrafter, NgramDrafter, PlantedDrafter, ReplayDrafter, build_info
+from .draft_config import DraftOptions
 from .engine import Engine
 from .errors import EngineError
 from .sampling import Sampling, TokenLogprobs
@@ -17,6 +18,9 @@ from .session import Event, Generation, GenerationResult, Session
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "CombinedDrafter",
+    "DFlashDrafter",
+    "DraftOptions",
     "Engine",
     "EngineError",
     "Event",

@@ -17,7 +17,7 @@ from .config import DEFAULT_LATENT_NORM_EPS, load_json, parse_config
 from .errors import fail
 from .safetensors_file import SafetensorsFile, TensorEntry
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "as_array", "open_shards", "refuse_zeros"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -37,7 +37,7 @@ class Folder(CheckpointBase):
         self.config = parse_config(load_json(config_path), str(config_path), latent_norm_eps)
         self._names = Names(self.config)
         try:
-            self._entries = self._open_shards()
+            self._entries = open_shards(path, self._files)
         except BaseException:
             self.close()
             raise
@@ -84,7 +84,7 @@ class Folder(CheckpointBase):
         done, told = 0, 0.0
         with Stream([item.pieces for item in items]) as stream:
             for item, parts in zip(items, stream, strict=True):
-                _refuse_zeros(item, parts)
+                refuse_zeros(item, parts)
                 with naming(item.entry.file.path):
                     _hand_over(builder, item, parts, rounding == "bf16")
                 done += sum(piece.nbytes for piece in item.pieces)
@@ -110,54 +110,58 @@ class Folder(CheckpointBase):
         for of_file in by_file.values():
             step = max(1, len(of_file) // _PROBES)
             for item in of_file[::step]:
-                _refuse_zeros(item, [_Lazy(piece) for piece in item.pieces])
+                refuse_zeros(item, [_Lazy(piece) for piece in item.pieces])
 
-    def _open_shards(self) -> dict[str, TensorEntry]:
-        index, single = self.path / _INDEX, self.path / _SINGLE
-        if index.exists() and single.exists():
-            fail("bad_file", f"the folder {self.path} has both {_SINGLE} and {_INDEX}; expected one of them")
-        if not index.exists():
-            if not single.exists():
-                fail("bad_file", f"the folder {self.path} has neither {_SINGLE} nor {_INDEX}")
-            self._refuse_strays({_SINGLE})
-            self._files.append(SafetensorsFile(single))
-            return dict(self._files[0].tensors)
 
-        weight_map = load_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            fail("bad_file", f"{index}: weight_map is missing or empty")
-        for name, shard in weight_map.items():
-            if not isinstance(shard, str) or "/" in shard or not shard.endswith(".safetensors"):
-                fail("bad_file", f"{index}: {name} lies in {shard!r}; expected a file of the folder")
-        shards = set(weight_map.values())
-        self._refuse_strays(shards)
-        entries: dict[str, TensorEntry] = {}
-        for shard in sorted(shards):
-            if not (self.path / shard).exists():
-                fail("bad_file", f"{index} names the shard {shard}, which is not in the folder")
-            file = SafetensorsFile(self.path / shard)
-            self._files.append(file)
-            for name, entry in file.tensors.items():
-                where = weight_map.get(name)
-                if where is None:
-                    fail("bad_file", f"{file.path}: the tensor {name} is not in {_INDEX}, which is stale")
-                if where != shard:
-                    fail("bad_file", f"{file.path}: the tensor {name} belongs to {where} by {_INDEX}")
-                entries[name] = entry
-        if len(entries) < len(weight_map):
-            name = next(name for name in weight_map if name not in entries)
-            fail("bad_file", f"{index} is stale: {weight_map[name]} does not hold {name}")
-        return entries
+def open_shards(path: Path, files: list[SafetensorsFile]) -> dict[str, TensorEntry]:
+    """Open the safetensors files of the folder `path` into `files`, index and shards matched both ways; their
+    tensors by name. Raises EngineError; what was opened by then is in `files`."""
+    index, single = path / _INDEX, path / _SINGLE
+    if index.exists() and single.exists():
+        fail("bad_file", f"the folder {path} has both {_SINGLE} and {_INDEX}; expected one of them")
+    if not index.exists():
+        if not single.exists():
+            fail("bad_file", f"the folder {path} has neither {_SINGLE} nor {_INDEX}")
+        _refuse_strays(path, {_SINGLE})
+        files.append(SafetensorsFile(single))
+        return dict(files[0].tensors)
 
-    def _refuse_strays(self, known: set[str]) -> None:
-        """Weights that nothing refers to: a shard of another download, an adapter that would be left out."""
-        for path in sorted(self.path.glob("*.safetensors")):
-            if path.name not in known:
-                fail("bad_file", f"{path} is not one of the model's files; remove it or correct {_INDEX}")
+    weight_map = load_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        fail("bad_file", f"{index}: weight_map is missing or empty")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or "/" in shard or not shard.endswith(".safetensors"):
+            fail("bad_file", f"{index}: {name} lies in {shard!r}; expected a file of the folder")
+    shards = set(weight_map.values())
+    _refuse_strays(path, shards)
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(shards):
+        if not (path / shard).exists():
+            fail("bad_file", f"{index} names the shard {shard}, which is not in the folder")
+        file = SafetensorsFile(path / shard)
+        files.append(file)
+        for name, entry in file.tensors.items():
+            where = weight_map.get(name)
+            if where is None:
+                fail("bad_file", f"{file.path}: the tensor {name} is not in {_INDEX}, which is stale")
+            if where != shard:
+                fail("bad_file", f"{file.path}: the tensor {name} belongs to {where} by {_INDEX}")
+            entries[name] = entry
+    if len(entries) < len(weight_map):
+        name = next(name for name in weight_map if name not in entries)
+        fail("bad_file", f"{index} is stale: {weight_map[name]} does not hold {name}")
+    return entries
+
+
+def _refuse_strays(folder: Path, known: set[str]) -> None:
+    """Weights that nothing refers to: a shard of another download, an adapter that would be left out."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in known:
+            fail("bad_file", f"{path} is not one of the model's files; remove it or correct {_INDEX}")
 
 
 class _Lazy:
-    """The bytes of a piece, read where they are asked for: enough of an array for `_refuse_zeros`."""
+    """The bytes of a piece, read where they are asked for: enough of an array for `refuse_zeros`."""
 
     def __init__(self, piece: Piece) -> None:
         self._piece = piece
@@ -172,7 +176,7 @@ class _Lazy:
         return buffer
 
 
-def _refuse_zeros(item: Item, parts: Iterable[npt.NDArray[np.uint8] | _Lazy]) -> None:
+def refuse_zeros(item: Item, parts: Iterable[npt.NDArray[np.uint8] | _Lazy]) -> None:
     """No matrix and no norm is zero throughout; a router's bias may be."""
     if item.name.endswith("bias"):
         return
@@ -207,19 +211,19 @@ def _engine_bytes(item: Item, to_bf16: bool) -> int:
 
 
 def _hand_over(builder: Builder, item: Item, parts: list[npt.NDArray[np.uint8]], to_bf16: bool) -> None:
-    main = _as_array(parts[0], item.entry, item.pieces[0])
+    main = as_array(parts[0], item.entry, item.pieces[0])
     if item.kind == "plain":
         builder.add(item.name, main.reshape(item.shape))
         return
     assert item.scales is not None
-    scales = _as_array(parts[1], item.scales, item.pieces[1]).reshape(item.scales.shape)
+    scales = as_array(parts[1], item.scales, item.pieces[1]).reshape(item.scales.shape)
     if item.kind == "fp8":
         if scales.dtype == np.uint16:
             scales = (scales.astype(np.uint32) << 16).view(np.float32)
         builder.add_fp8(item.name, main.reshape(item.shape), scales, to_bf16)
         return
     assert item.sizes is not None
-    sizes = _as_array(parts[2], item.sizes, item.pieces[2])
+    sizes = as_array(parts[2], item.sizes, item.pieces[2])
     if tuple(sizes.tolist()) != item.shape:
         fail("bad_model", f"{item.sizes.name} is {sizes.tolist()}; expected {list(item.shape)}")
     builder.add_w4a16(item.name, main.reshape(item.entry.shape), scales, to_bf16)
@@ -228,7 +232,7 @@ def _hand_over(builder: Builder, item: Item, parts: list[npt.NDArray[np.uint8]],
 _NUMPY = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1"}
 
 
-def _as_array(raw: npt.NDArray[np.uint8], entry: TensorEntry, piece: Piece) -> npt.NDArray[Any]:
+def as_array(raw: npt.NDArray[np.uint8], entry: TensorEntry, piece: Piece) -> npt.NDArray[Any]:
     """Flat. bf16 as its bits in uint16, fp8 as its codes in uint8; f16 widened to float32, which is exact."""
     dtype = np.dtype(_NUMPY[entry.dtype])
     if piece.offset % dtype.itemsize:  # a header of odd length: the data is as misaligned in memory

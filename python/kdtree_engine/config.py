@@ -28,6 +28,7 @@ __all__ = [
     "parse_config",
     "parse_eos",
     "parse_json",
+    "real_number",
 ]
 
 DEFAULT_LATENT_NORM_EPS = 1e-6
@@ -290,7 +291,7 @@ class _Reader:
         return float(value)
 
     def real(self, key: str) -> float:
-        return _real(self.take(key), key, self.where)
+        return real_number(self.take(key), key, self.where)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         if default is not None and key not in self.left:
@@ -351,7 +352,7 @@ class _Reader:
             missing = [key for key in _YARN if key not in values]
             if missing:
                 self.bad(f"the field {spelling}.{missing[0]} is missing")
-            scaled = {key: _real(values.pop(key), f"{spelling}.{key}", self.where) for key in _YARN}
+            scaled = {key: real_number(values.pop(key), f"{spelling}.{key}", self.where) for key in _YARN}
             # At mscale 0 implementations part ways: some take it for "not given" and use 1, some compute
             # with 0.
             if scaled["mscale"] == 0:
@@ -361,11 +362,12 @@ class _Reader:
         if values:
             self.bad(f"{spelling} has the unknown field {_listed(sorted(values))}")
         fields = {f"rope_{key}": value for key, value in scaled.items()}
-        fields["rope_theta"] = _real(inner_theta if theta is None else theta, "rope_theta", self.where)
+        fields["rope_theta"] = real_number(inner_theta if theta is None else theta, "rope_theta", self.where)
         return fields
 
 
-def _real(value: Any, key: str, where: str) -> float:
+def real_number(value: Any, key: str, where: str) -> float:
+    """`value` as a finite float; EngineError ``bad_model`` that names `key` in `where` for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail("bad_model", f"{where}: {key} is {value!r}; expected a number")
     try:

@@ -12,6 +12,7 @@ them. Engine and sessions belong to one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from . import _native
 from .checkpoint import ROUNDINGS, Bundle, Progress, Rounding, naming, open_checkpoint
 from .config import ModelConfig
+from .draft_model import DraftModel, DraftOptions
 from .errors import EngineError, fail
 from .sampling import integer
 from .session import Session
@@ -68,6 +70,8 @@ class Engine:
         latent_norm_eps: float | None = None,
         rounding: Rounding = "exact",
         precision: str = "",
+        draft_model: str | Path | None = None,
+        draft_options: DraftOptions | None = None,
     ) -> Engine:
         """Load a Hugging Face folder or a .kdtr bundle.
 
@@ -79,20 +83,31 @@ class Engine:
         quantised weights: ``"exact"`` keeps the value code x scale (INT4 stays INT4), ``"bf16"`` rounds it to
         bf16 and stores that, as libraries do which dequantise (docs/numerics.md).
         `precision` of matrix operands and latent cache: ``"f32"`` anywhere, ``"bf16"`` on CUDA, ``""`` the
-        device's default (bf16 on CUDA).
+        device's default (bf16 on CUDA). `draft_model`: the folder of a DFlash draft model for
+        this target, which then proposes; `draft_options` decides what its config leaves open.
 
         Raises EngineError; nothing stays behind then.
         """
         integer(threads, "threads", 0, 1024)
         if rounding not in ROUNDINGS:
             fail("invalid_argument", f"rounding is {rounding!r}; expected one of {', '.join(ROUNDINGS)}")
-        with open_checkpoint(path, latent_norm_eps) as checkpoint:
+        with ExitStack() as files:
+            checkpoint = files.enter_context(open_checkpoint(path, latent_norm_eps))
             config = checkpoint.config
+            draft = None
+            if draft_model is not None:
+                draft = files.enter_context(DraftModel(draft_model, draft_options))
+                draft.check_target(int(config["num_hidden_layers"]))
             wanted = integer(context, "context", 1, _positions(config)) if context is not None else 0
             tokenizer, eos = _text_side(checkpoint.path, config)
             checkpoint.check_extent()
             with naming(checkpoint.path, "bad_model"):
                 builder = _builder(config, device, threads, precision)
+            if draft is not None:
+                c = draft.config
+                with naming(draft.path, "bad_model"):
+                    loader = builder.add_draft_model(dict(c.fields), c.target_layers, c.window, c.causal)
+                draft.load_into(loader, progress)
             checkpoint.load_into(builder, progress, rounding)
             native = builder.finish()
             recorded = checkpoint.recorded() if isinstance(checkpoint, Bundle) else None
@@ -148,10 +163,13 @@ class Engine:
     def drafter(self, name: str) -> _native.Drafter | None:
         """The drafter called `name`, None for ``"none"``.
 
-        ``"ngram"`` (also what ``"auto"`` stands for) looks the text's last tokens up in the text.
-        ``"replay"`` plays the draft tables that a golden bundle recorded. ``"planted"`` needs a known
-        continuation, which :meth:`Session.generate` finds by decoding plainly first.
+        ``"ngram"`` looks the text's last tokens up in the text. ``"dflash"`` asks the draft model that was
+        loaded beside the target. ``"auto"`` is both in one tree where there is a draft model, and ``"ngram"``
+        where there is none. ``"replay"`` plays the draft tables that a golden bundle recorded. ``"planted"``
+        needs a known continuation, which :meth:`Session.generate` finds by decoding plainly first.
         """
+        if name == "auto" and self.native.draft_config is not None:
+            return _native.CombinedDrafter([_native.DFlashDrafter(), _native.NgramDrafter()])
         if name in ("auto", "ngram"):
             return _native.NgramDrafter()
         if name == "none":
@@ -159,7 +177,9 @@ class Engine:
         if name == "replay":
             return self._replay()
         if name == "dflash":
-            fail("unsupported", "the drafter dflash needs a draft model, which this version cannot load")
+            if self.native.draft_config is None:
+                fail("invalid_argument", "the drafter dflash needs a draft model, and none was loaded")
+            return _native.DFlashDrafter()
         fail("invalid_argument", f"drafter {name!r} is not known; known: {', '.join(DRAFTERS)}")
 
     def _replay(self) -> _native.Drafter:

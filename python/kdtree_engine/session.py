@@ -139,6 +139,7 @@ class Session:
         drafter: str | _native.Drafter | None = "auto",
         budget: int | Literal["auto"] = "auto",
         on_prompt: Callable[[int, int], None] | None = None,
+        on_round: Callable[[dict[str, Any]], None] | None = None,
     ) -> Generation:
         """Append a prompt (text or tokens; neither goes on from where the session stands) and generate.
 
@@ -146,7 +147,7 @@ class Session:
         (draft nodes per round, 0 to 64) change the speed and never the output. Sampling: see
         ``sampling.Sampling``. `stop`: texts that end the generation; they are not part of the text.
         `logprobs`: that many of the most probable tokens behind each emitted one. `on_prompt` is called
-        with (prompt tokens computed, in all).
+        with (prompt tokens computed, in all), `on_round` with what each round did (docs/drafting.md, Trace).
 
         Raises EngineError for values out of range, an empty prompt and a prompt that leaves no room in the
         context; the session is then what it was.
@@ -177,12 +178,13 @@ class Session:
             drafts = self.engine.drafter(drafts) if isinstance(drafts, str) else drafts
             if drafts is not None and not isinstance(drafts, _native.Drafter):
                 fail("invalid_argument", f"drafter is {drafts!r}; expected a name, a drafter or None")
-            self.native.begin(max_tokens, drafter=drafts, budget=nodes, keep_logits=logprobs > 0, **begin)
+            self.native.begin(max_tokens, drafter=drafts, budget=nodes, keep_logits=logprobs > 0,
+                              trace=on_round is not None, **begin)
         except BaseException:
             self.native.rewind(before)
             raise
         self.result = None
-        self._running = Generation(self, stops, stop_tokens, logprobs, on_prompt)
+        self._running = Generation(self, stops, stop_tokens, logprobs, on_prompt, on_round)
         return self._running
 
     def cancel(self) -> None:
@@ -248,6 +250,7 @@ class Generation(Iterator[Event]):
         stop_tokens: list[int],
         logprobs: int,
         on_prompt: Callable[[int, int], None] | None,
+        on_round: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._session = session
         self._native = session.native
@@ -255,6 +258,7 @@ class Generation(Iterator[Event]):
         self._stop_tokens = frozenset(stop_tokens)
         self._top = logprobs
         self._on_prompt = on_prompt
+        self._on_round = on_round
         self._prompt = session.native.tokens
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -322,6 +326,8 @@ class Generation(Iterator[Event]):
             return
         if first and self._on_prompt is not None:
             self._on_prompt(step.prompt_done, step.prompt_total)
+        if self._on_round is not None and not first and (trace := self._native.trace) is not None:
+            self._on_round(trace)
 
         emitted = step.tokens
         rows = self._native.logits(len(self._tokens)) if self._top and emitted else None

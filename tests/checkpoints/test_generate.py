@@ -400,8 +400,8 @@ def test_an_empty_prompt(engine: Engine) -> None:
     assert engine.session().generate("", max_tokens=1).run().prompt_tokens == [0]
 
 
-def test_a_drafter_that_this_version_lacks(engine: Engine) -> None:
-    refused(engine.session(), "dflash", code="unsupported", prompt="a", drafter="dflash")
+def test_a_drafter_without_its_draft_model(engine: Engine) -> None:
+    refused(engine.session(), "dflash", "draft model", code="invalid_argument", prompt="a", drafter="dflash")
 
 
 def test_a_model_without_tokenizer_works_on_tokens(tmp_path: Path) -> None:

@@ -76,18 +76,19 @@ def int4(rng: np.random.Generator, out: int, width: int) -> tuple[np.ndarray, np
     return words, scales
 
 
-def build(model: ModelSpec, *, threads: int = 0, isa: str = "") -> _native.Engine:
-    """The engine of a random model. The same spec gives the same weights whatever the threads and instruction set."""
+def tensors(model: ModelSpec) -> dict[str, np.ndarray]:
+    """Every tensor by its checkpoint name: float32, bf16 bits (uint16), or NAME.qw and NAME.sc. The same spec gives
+    the same weights."""
     rng = np.random.default_rng(model.seed)
-    builder = _native.EngineBuilder(model.fields, "cpu", threads, isa)
-    for name, shape, may_be_int4 in sorted(builder.expected()):
+    found: dict[str, np.ndarray] = {}
+    for name, shape, may_be_int4 in sorted(_native.EngineBuilder(model.fields, "cpu", 1).expected()):
         kind = model.kind
         if kind == "mixed":
             kind = str(rng.choice(["f32", "bf16", "int4"]))
         is_mlp = ".mlp." in name and "mlp.gate." not in name
         if kind == "int4" and len(shape) == 2 and may_be_int4 and shape[1] % 32 == 0 and is_mlp:
-            words, scales = int4(rng, shape[0], shape[1])
-            builder.add_w4a16(name.removesuffix(".weight"), words, scales)
+            stem = name.removesuffix(".weight")
+            found[f"{stem}.qw"], found[f"{stem}.sc"] = int4(rng, shape[0], shape[1])
             continue
         if len(shape) == 1:
             array = rng.normal(0, 0.2, shape) + (0.0 if "bias" in name else 1.0)
@@ -96,7 +97,23 @@ def build(model: ModelSpec, *, threads: int = 0, isa: str = "") -> _native.Engin
         else:
             array = rng.normal(0, 1.6 / np.sqrt(shape[1]), shape)
         array = array.astype(np.float32)
-        builder.add(name, bf16_bits(array) if kind == "bf16" else array)
+        found[name] = bf16_bits(array) if kind == "bf16" else array
+    return found
+
+
+def fill(builder: _native.EngineBuilder, arrays: dict[str, np.ndarray]) -> None:
+    """Adds every tensor of `tensors` to a builder."""
+    for name, array in arrays.items():
+        if name.endswith(".qw"):
+            builder.add_w4a16(name.removesuffix(".qw"), array, arrays[name.removesuffix("qw") + "sc"])
+        elif not name.endswith(".sc"):
+            builder.add(name, array)
+
+
+def build(model: ModelSpec, *, threads: int = 0, isa: str = "") -> _native.Engine:
+    """The engine of a random model, whatever the threads and instruction set."""
+    builder = _native.EngineBuilder(model.fields, "cpu", threads, isa)
+    fill(builder, tensors(model))
     return builder.finish()
 
 
