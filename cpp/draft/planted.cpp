@@ -28,14 +28,15 @@ class Stream {
     uint64_t state_;
 };
 
-// One path along `right`, and one that leaves it at each depth, by the row's last token.
+// One path along `right`, and one that leaves it at each depth, by the likeliest other token.
 Proposal paths_of(const Proposal& table, const std::vector<int32_t>& right) {
     Proposal result;
     for (int leaves = -1; leaves < table.depth; ++leaves) {
         Proposal::Path path;
         for (int d = 0; d < table.depth && (leaves < 0 || d <= leaves); ++d) {
             const int32_t* row = table.table_token.data() + d * table.width;
-            const int32_t token = d == leaves ? row[table.width - 1] : right[d];
+            const int32_t other = row[0] != right[d] ? row[0] : row[std::min(1, table.width - 1)];
+            const int32_t token = d == leaves ? other : right[d];
             const auto at = std::find(row, row + table.width, token);
             const auto rank = at == row + table.width ? table.width - 1 : at - row;
             path.token.push_back(token);

@@ -207,6 +207,70 @@ def _experts(kind: str, shared: bool) -> RowOp:
     return RowOp(rows, run)
 
 
+DIM, KEY_HEADS, BLOCK = 18, 2, 9
+
+
+def _draft_world(rng: np.random.Generator) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Pages and block of one draft layer, and a page table of one sequence out of order."""
+    pages, block = normal(rng, 5, 64, 2, KEY_HEADS, DIM), normal(rng, 33, 2, KEY_HEADS, DIM)
+    block[BLOCK:] = np.nan
+    return pages, block, np.array([[3, 0, 4, 1]], dtype=np.int32)
+
+
+def _norm_rotate() -> RowOp:
+    rng = np.random.default_rng(13)
+    weight = normal(rng, DIM)
+    cos, sin = angles(300, DIM)
+    rows: Arrays = {
+        "x": hostile_rows(rng, POOL, HEADS, DIM),
+        "position": rng.integers(0, 300, POOL).astype(np.int32),
+    }
+    return RowOp(rows, lambda r, **how: one(ops.norm_rotate(r["x"], weight, 1e-5, cos, sin, r["position"], **how)))
+
+
+def _write_key_value() -> RowOp:
+    rng = np.random.default_rng(14)
+    weight = normal(rng, DIM)
+    cos, sin = angles(256, DIM)
+    _, block, page_table = _draft_world(rng)
+    rows: Arrays = {
+        "k": hostile_rows(rng, POOL, KEY_HEADS, DIM),
+        "v": hostile_rows(rng, POOL, KEY_HEADS, DIM),
+        "position": rng.permutation(256)[:POOL].astype(np.int32),
+    }
+
+    def run(r: Arrays, **how: Any) -> Outputs:
+        pages = np.full((5, 64, 2, KEY_HEADS, DIM), -1, dtype=np.int32).view(np.float32)
+        ops.write_key_value(
+            r["k"], r["v"], weight, 1e-5, cos, sin, r["position"], 0, False, pages, block, page_table, **how
+        )
+        unwritten = np.full((2, KEY_HEADS, DIM), -1, dtype=np.int32).view(np.float32)
+        return one(np.array([
+            pages[page_table[0, at // 64], at % 64] if at < 256 else unwritten for at in r["position"]
+        ]))  # fmt: skip
+
+    return RowOp(rows, run)
+
+
+def _block_attend(window: int, causal: bool) -> RowOp:
+    rng = np.random.default_rng(15)
+    pages, block, page_table = _draft_world(rng)
+    pages[page_table[0, 1], 3] = np.nan  # rows whose window reaches position 67 are NaN; the others must not notice
+    start = 201
+    rows: Arrays = {
+        "q": hostile_rows(rng, POOL, 3 * KEY_HEADS, DIM),
+        "position": (start + rng.integers(0, BLOCK, POOL)).astype(np.int32),
+    }
+    return RowOp(
+        rows,
+        lambda r, **how: one(
+            ops.block_attend(
+                r["q"], r["position"], start, 0, pages, block, page_table, BLOCK, window, causal, 0.3, **how
+            )
+        ),
+    )
+
+
 def _logits() -> npt.NDArray[np.float32]:
     rng = np.random.default_rng(12)
     x = normal(rng, POOL, 700, scale=3.0)
@@ -251,6 +315,11 @@ ROW_OPS: dict[str, Callable[[], RowOp]] = {
     "experts_f32": lambda: _experts("f32", True),
     "experts_w4": lambda: _experts("w4_bf16", True),
     "experts_no_shared": lambda: _experts("bf16", False),
+    "norm_rotate": _norm_rotate,
+    "write_key_value": _write_key_value,
+    "block_attend": lambda: _block_attend(0, False),
+    "block_attend_window": lambda: _block_attend(137, False),
+    "block_attend_window_causal": lambda: _block_attend(70, True),
     "top_k": _top_k,
     "select_greedy": lambda: _select(),
     "select_temperature": lambda: _select(temperature=0.8),

@@ -121,9 +121,10 @@ class Drafter:
 
     def key_value(self, h: Array, layer: int, position: Array) -> tuple[Array, Array]:
         """Keys after norm and RoPE, and values, each [R, kv_heads, head_dim], of features or of block rows."""
-        name, dim = f"layers.{layer}.self_attn", self.config.number("head_dim")
-        k = self.linear(h, f"{name}.k_proj").reshape(len(h), -1, dim)
-        v = self.linear(h, f"{name}.v_proj").reshape(len(h), -1, dim)
+        name = f"layers.{layer}.self_attn"
+        shape = (len(h), self.config.number("num_key_value_heads"), self.config.number("head_dim"))
+        k = self.linear(h, f"{name}.k_proj").reshape(shape)
+        v = self.linear(h, f"{name}.v_proj").reshape(shape)
         return self.rotate(self.rms_norm(k, f"{name}.k_norm.weight"), position), v
 
     def visible(self, layer: int, query: Array, key: Array) -> Array:
