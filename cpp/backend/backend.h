@@ -517,4 +517,20 @@ struct CudaOptions {
 std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options);
 bool built_with_cuda();
 
+// What the CUDA backend finds on this machine, without starting it; for `kdtree doctor`.
+struct GpuReport {
+    struct Gpu {
+        std::string name;
+        int major = 0, minor = 0;  // compute capability
+        int multiprocessors = 0;
+        size_t memory = 0;          // bytes
+        bool compiled_for = false;  // this build holds code for it
+    };
+    int driver = 0, runtime = 0;  // CUDA versions, 1000 * major + 10 * minor; driver 0: none
+    std::string architectures;    // as CMake names them; empty in a build without CUDA
+    std::string problem;          // why there is nothing to use; empty where there is
+    std::vector<Gpu> gpus;
+};
+GpuReport gpu_report();
+
 }  // namespace kdt

@@ -37,6 +37,34 @@ void bind_core(nb::module_& m) {
             return info;
         },
         "What this build holds: version, compiler, whether CUDA is in and why.");
+
+    m.def(
+        "gpu_report",
+        [] {
+            const GpuReport report = gpu_report();
+            nb::list gpus;
+            for (const GpuReport::Gpu& gpu : report.gpus) {
+                nb::dict d;
+                d["name"] = gpu.name;
+                d["compute_capability"] = format("%d.%d", gpu.major, gpu.minor);
+                d["multiprocessors"] = gpu.multiprocessors;
+                d["memory"] = gpu.memory;
+                d["compiled_for"] = gpu.compiled_for;
+                gpus.append(d);
+            }
+            const auto version = [](int v) {
+                return v == 0 ? std::string("none") : format("%d.%d", v / 1000, v % 1000 / 10);
+            };
+            nb::dict info;
+            info["driver"] = version(report.driver);
+            info["runtime"] = version(report.runtime);
+            info["architectures"] = report.architectures;
+            info["problem"] = report.problem;
+            info["gpus"] = gpus;
+            return info;
+        },
+        "What the CUDA backend finds here: driver and runtime (CUDA versions), compiled architectures, GPUs, "
+        "or the problem.");
 }
 
 }  // namespace kdt

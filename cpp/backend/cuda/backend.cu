@@ -86,11 +86,10 @@ GemmLaunch CudaBackend::at(const char* op) {
 
 unsigned char* CudaBackend::workspace(size_t bytes) {
     if (bytes > workspace_bytes_) {
-        check(cudaStreamSynchronize(stream_), "growing the workspace");
-        cudaFree(workspace_);
-        workspace_ = nullptr;
-        workspace_bytes_ = 0;
-        workspace_ = static_cast<unsigned char*>(allocate(bytes, "the workspace of ops"));
+        // Graphs that were recorded before go on using the old one: it stays until the end.
+        auto* const larger = static_cast<unsigned char*>(allocate(bytes, "the workspace of ops"));
+        if (workspace_ != nullptr) outgrown_workspaces_.push_back(workspace_);
+        workspace_ = larger;
         workspace_bytes_ = bytes;
     }
     return workspace_;

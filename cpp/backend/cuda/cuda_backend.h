@@ -101,6 +101,7 @@ class CudaBackend final : public Backend {
     WeightArena arena_;
     std::vector<std::unique_ptr<Experts>> experts_;
     unsigned char* workspace_ = nullptr;
+    std::vector<unsigned char*> outgrown_workspaces_;
     size_t workspace_bytes_ = 0;
     unsigned char* staging_ = nullptr;  // raw weights on their way into the layout
     int32_t* bad_row_ = nullptr;

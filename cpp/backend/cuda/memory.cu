@@ -1,6 +1,7 @@
 // Construction, memory and weights of the CUDA backend.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "backend/cuda/cuda_backend.h"
@@ -142,12 +143,17 @@ CudaBackend::~CudaBackend() {
     cudaFree(bad_row_);
     cudaFree(staging_);
     cudaFree(workspace_);
+    for (unsigned char* old : outgrown_workspaces_) cudaFree(old);
     cudaStreamDestroy(stream_);
 }
 
 void* CudaBackend::allocate(size_t bytes, const char* what) {
     check(cudaSetDevice(device_), what);
-    return device_allocate(device_, bytes, what);
+    void* const memory = device_allocate(device_, bytes, what);
+    const char* const poison = std::getenv("KDTREE_POISON");
+    if (poison != nullptr && std::strcmp(poison, "1") == 0)  // for tests: what nobody wrote reads as NaN
+        check(cudaMemsetAsync(memory, 0xFF, bytes, stream_), what);
+    return memory;
 }
 
 void CudaBackend::release(void* pointer) {
@@ -362,4 +368,29 @@ ExpertSet CudaBackend::make_experts(std::span<const Weight> gate, std::span<cons
 }
 
 }  // namespace cuda
+
+GpuReport gpu_report() {
+    GpuReport report;
+    report.architectures = KDT_CUDA_ARCHITECTURES;
+    cudaDriverGetVersion(&report.driver);
+    cudaRuntimeGetVersion(&report.runtime);
+    int count = 0;
+    const cudaError_t code = report.driver == 0 ? cudaErrorNoDevice : cudaGetDeviceCount(&count);
+    if (report.driver == 0)
+        report.problem = "no NVIDIA driver was found";
+    else if (code == cudaErrorInsufficientDriver)
+        report.problem = "the NVIDIA driver is older than this build needs";
+    else if (code != cudaSuccess)
+        report.problem = cudaGetErrorString(code);
+    else if (count == 0)
+        report.problem = "the NVIDIA driver shows no GPU";
+    for (int i = 0; i < count; ++i) {
+        cudaDeviceProp p;
+        if (cudaGetDeviceProperties(&p, i) != cudaSuccess) continue;
+        report.gpus.push_back({p.name, p.major, p.minor, p.multiProcessorCount, p.totalGlobalMem,
+                               cuda::compiled_for(KDT_CUDA_ARCHITECTURES, p.major, p.minor)});
+    }
+    return report;
+}
+
 }  // namespace kdt

@@ -13,4 +13,10 @@ bool built_with_cuda() {
     return false;
 }
 
+GpuReport gpu_report() {
+    GpuReport report;
+    report.problem = "built without CUDA";
+    return report;
+}
+
 }  // namespace kdt

@@ -6,6 +6,7 @@ import json as json_module
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,15 @@ def execute(as_json: bool) -> int:
 def collect() -> dict[str, Any]:
     """The whole report as plain data."""
     cpu = _cpu()
+    gpu = dict(_native.gpu_report())
+    usable = next((i for i, g in enumerate(gpu["gpus"]) if g["compiled_for"]), None)
     return {
         "version": package_version(),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "native": {"path": _native.__file__, "build": dict(_native.build_info())},
         "cpu": cpu,
+        "gpu": gpu,
         "memory": _memory(),
         "packages": {name: _package_version(name) for name in _OPTIONAL},
         "environment": {
@@ -55,7 +59,7 @@ def collect() -> dict[str, Any]:
             if name in os.environ
         },
         "uses": {
-            "device": "cpu",
+            "device": "cpu" if usable is None else f"cuda:{usable}",
             "instruction_set": os.environ.get("KDTREE_CPU_ISA") or cpu["paths"][0],
             "threads": cpu["usable_cores"],
         },
@@ -114,6 +118,19 @@ def _package_version(name: str) -> str | None:
         return None
 
 
+def _gpu_lines(gpu: dict[str, Any], size: Callable[[int | None], str]) -> list[str]:
+    if gpu["problem"]:
+        return [f"GPU            none: {gpu['problem']}"]
+    lines = [f"CUDA           driver {gpu['driver']}, built with {gpu['runtime']} for {gpu['architectures']}"]
+    for i, g in enumerate(gpu["gpus"]):
+        fits = "" if g["compiled_for"] else "; this build has no code for it"
+        lines.append(
+            f"GPU {i}          {g['name']}, compute capability {g['compute_capability']}, "
+            f"{g['multiprocessors']} SMs, {size(g['memory'])}{fits}"
+        )
+    return lines
+
+
 def _lines(report: dict[str, Any]) -> list[str]:
     native, cpu, memory, uses = (report[key] for key in ("native", "cpu", "memory", "uses"))
     build = native["build"]
@@ -129,7 +146,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
         f"code paths     {', '.join(cpu['paths'])}",
         f"memory         {size(memory['total'])}, {size(memory['available'])} available"
         + (f", limited to {size(memory['limit'])}" if memory["limit"] is not None else ""),
-        f"will use       {uses['device']}, {uses['instruction_set']}, {uses['threads']} threads",
+        *_gpu_lines(report["gpu"], size),
+        f"will use       {uses['device']}"
+        + (f", {uses['instruction_set']}, {uses['threads']} threads" if uses["device"] == "cpu" else ""),
     ]
     for name, purpose in _OPTIONAL.items():
         lines.append(f"{name:14} {report['packages'][name] or 'not installed'} ({purpose})")
