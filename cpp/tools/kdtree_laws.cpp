@@ -22,7 +22,8 @@ using namespace kdt;
 constexpr const char* kUsage =
     "usage: kdtree-laws [--shape tiny|moonlight|k2] [--layers N] [--device cpu|cuda[:N]] [--threads N] "
     "[--precision bf16|f32]\n"
-    "                   [--prompt N] [--tokens N] [--budgets 1,8,31,64] [--seed N] [--sampled] [--latents]\n";
+    "                   [--prompt N] [--tokens N] [--budgets 1,8,31,64] [--seed N] [--sampled] [--latents] "
+    "[--json FILE]\n";
 
 struct Options {
     std::string shape = "tiny";
@@ -30,6 +31,7 @@ struct Options {
     int layers = 0, prompt = 100, tokens = 200, seed = 1;
     std::vector<int> budgets = {1, 4, 8, 16, 31, 64};
     bool sampled = false, latents = false;
+    std::string json;  // file for the record; none by default
 };
 
 bool parse_int(const std::string& text, int& value) {
@@ -65,6 +67,8 @@ bool parse(int argc, char** argv, Options& o) {
             o.device.device = value;
         else if (word == "--precision")
             o.device.precision = value;
+        else if (word == "--json")
+            o.json = value;
         else if (word == "--layers")
             ok = parse_int(value, o.layers);
         else if (word == "--threads")
@@ -96,12 +100,12 @@ struct Run {
 };
 
 Run decode(const std::shared_ptr<Executor>& executor, const Options& o, const std::vector<int32_t>& prompt,
-           int budget, std::shared_ptr<Drafter> drafter) {
+           int budget, std::shared_ptr<Drafter> drafter, bool keep_logits = true) {
     Session session(executor);
     session.append(prompt);
     GenerateParams params;
     params.max_tokens = o.tokens;
-    params.keep_logits = true;
+    params.keep_logits = keep_logits;
     params.budget = budget;
     params.drafter = std::move(drafter);
     if (o.sampled) params.sample = {0.8f, 0, 1.0f, 0.0f, static_cast<uint64_t>(o.seed), 0};
@@ -143,6 +147,11 @@ int run(const Options& o) {
     const Run plain = decode(executor, o, prompt, 0, nullptr);
     std::printf("plain      %d tokens, prompt %.3f s, %.2f ms per token\n", o.tokens,
                 plain.stats.seconds.prefill, 1e3 * plain.seconds() / std::max(1, plain.stats.rounds));
+    // Copying logits to the host is no part of decoding: the speed is that of a run that keeps none.
+    const Run timed = decode(executor, o, prompt, 0, nullptr, false);
+    const double plain_ms = 1e3 * timed.seconds() / std::max(1, timed.stats.rounds);
+    std::printf("           %.3f ms per token where no logits are kept\n", plain_ms);
+    std::string legs;
     int accepted = 0, failures = 0;
     for (const int budget : o.budgets) {
         PlantedOptions planted;
@@ -167,11 +176,32 @@ int run(const Options& o) {
                        : ", latents DIFFER",
             tree.stats.rounds, tree.stats.accepted, longest, tree.stats.branching_rounds,
             1e3 * tree.seconds() / std::max(1, tree.stats.rounds));
+        const auto word = [](bool b) { return b ? "true" : "false"; };
+        legs += format(
+            "%s\n    {\"budget\": %d, \"tokens_equal\": %s, \"logits_equal\": %s, \"latents_equal\": %s, "
+            "\"rounds\": %d, \"accepted\": %d, \"longest\": %d, \"branching_rounds\": %d, "
+            "\"ms_per_round_with_logits_kept\": %.4f}",
+            legs.empty() ? "" : ",", budget, word(tokens), word(logits), o.latents ? word(latents) : "null",
+            tree.stats.rounds, tree.stats.accepted, longest, tree.stats.branching_rounds,
+            1e3 * tree.seconds() / std::max(1, tree.stats.rounds));
         failures += !(tokens && logits && latents);
         accepted += tree.stats.accepted;
     }
     std::printf("%zu tokens compared, %zu logit values each time; %d budgets differ\n",
                 o.budgets.size() * static_cast<size_t>(o.tokens), plain.logits.size(), failures);
+    if (!o.json.empty()) {
+        std::FILE* file = std::fopen(o.json.c_str(), "w");
+        if (file == nullptr) fail(ErrorCode::io, "%s could not be written", o.json.c_str());
+        std::fprintf(
+            file,
+            "{\n  \"shape\": \"%s\", \"layers\": %d, \"device\": \"%s\", \"weight_bytes\": %zu,\n"
+            "  \"prompt\": %d, \"tokens\": %d, \"sampled\": %s, \"seed\": %d,\n"
+            "  \"prompt_seconds\": %.4f, \"plain_ms_per_token\": %.4f,\n  \"budgets\": [%s\n  ]\n}\n",
+            o.shape.c_str(), engine->config().num_hidden_layers, engine->backend().description().c_str(),
+            engine->backend().weight_bytes(), o.prompt, o.tokens, o.sampled ? "true" : "false", o.seed,
+            timed.stats.seconds.prefill, plain_ms, legs.c_str());
+        if (std::fclose(file) != 0) fail(ErrorCode::io, "%s could not be written", o.json.c_str());
+    }
     if (failures > 0) return 1;
     if (accepted == 0) {
         std::printf("nothing was tested: no draft node was accepted\n");
