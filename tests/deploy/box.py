@@ -53,8 +53,8 @@ class Box:
         pipe, argv = subprocess.PIPE, self.argv(*options, **where)
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
-    def deploy(self, *options: str, **where: Any) -> Done:
-        return self.finish(self.start(*options, **where))
+    def deploy(self, *options: str, timeout: float = 240, **where: Any) -> Done:
+        return self.finish(self.start(*options, **where), timeout)
 
     def finish(self, process: subprocess.Popen[str], timeout: float = 240) -> Done:
         out, err = process.communicate(timeout=timeout)

@@ -16,6 +16,8 @@ from box import Box
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[loopback.Sshd]:
     """A running sshd."""
     if reason := loopback.missing():
+        if os.environ.get("CI") and os.getuid() == 0:
+            pytest.fail(reason)  # scripts/test installs it there
         pytest.skip(reason)
     with_keys = loopback.Sshd(tmp_path_factory.mktemp("server") / "sshd").start()
     yield with_keys

@@ -107,8 +107,11 @@ def deploy(plans: list[Plan], cancel: threading.Event) -> list[Outcome]:
         sessions.append(Session(plan, Log(plan.target.name, plan.report / "log.txt"), cancel))
 
     def work(plan: Plan, session: Session) -> None:
-        session.run()
-        write_record(plan, session.outcome)
+        outcome = session.run()
+        try:
+            write_record(plan, outcome)
+        except OSError as error:
+            outcome.code, outcome.error = outcome.code or 1, outcome.error or f"deploy.json: {error.strerror}"
         session.log.close()
 
     threads = [threading.Thread(target=work, args=pair) for pair in zip(plans, sessions, strict=True)]
@@ -159,7 +162,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
         interrupts = Interrupts()
-        outcomes = deploy(plans, interrupts.cancel)
+        try:
+            outcomes = deploy(plans, interrupts.cancel)
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     print("\n".join(table(plans, outcomes)))
     for plan, outcome in zip(plans, outcomes, strict=True):
         if outcome.error:

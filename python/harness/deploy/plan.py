@@ -25,6 +25,7 @@ SSH_OPTIONS = (
     "ForwardX11=no",
     "ClearAllForwardings=yes",
     "PermitLocalCommand=no",
+    "RemoteCommand=none",
     "ControlPersist=no",
     "LogLevel=INFO",
 )

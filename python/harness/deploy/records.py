@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -39,8 +40,14 @@ class Log:
         shown = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."
         with _printing:
             print(head, shown, file=self._screen, flush=True)
-            if not self._file.closed:
+            if self._file.closed:
+                return
+            try:
                 print(f"{time.monotonic() - self._began:8.2f}", head, text, file=self._file, flush=True)
+            except OSError as error:  # a full disk here is no reason to leave the other side alone
+                print(head, f"log.txt ends here: {error.strerror}", file=self._screen, flush=True)
+                with contextlib.suppress(OSError):
+                    self._file.close()
 
     def close(self) -> None:
         """No further lines reach the file."""

@@ -7,6 +7,7 @@ that failed would fail again.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import re
 import subprocess
@@ -64,6 +65,7 @@ def _spawn(argv: list[str]) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C"},  # we read what they say
             start_new_session=True,  # Ctrl-C is ours to handle: the other side must be told first
         )
     except OSError as error:

@@ -7,12 +7,13 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kdtree_engine import _native
-from kdtree_engine.cli import console, exits
+from kdtree_engine.cli import console, exits, machine
 from kdtree_engine.cli.version import package_version
 
 # Instruction sets that the CPU backend has paths for, and the flags of /proc/cpuinfo that each needs.
@@ -52,6 +53,7 @@ def collect() -> dict[str, Any]:
         "cpu": cpu,
         "gpu": gpu,
         "memory": _memory(),
+        "machine": [asdict(finding) for finding in machine.collect()],
         "packages": {name: _package_version(name) for name in _OPTIONAL},
         "environment": {
             name: os.environ[name]
@@ -150,6 +152,10 @@ def _lines(report: dict[str, Any]) -> list[str]:
         f"will use       {uses['device']}"
         + (f", {uses['instruction_set']}, {uses['threads']} threads" if uses["device"] == "cpu" else ""),
     ]
+    for finding in report["machine"]:
+        mark = {"ok": "ok", "look": "LOOK", "unknown": "?"}[finding["state"]]
+        advice = f": {finding['advice']}" if finding["advice"] else ""
+        lines.append(console.visible(f"{finding['topic']:14} {mark:4} {finding['text']}{advice}", keep_lines=False))
     for name, purpose in _OPTIONAL.items():
         lines.append(f"{name:14} {report['packages'][name] or 'not installed'} ({purpose})")
     lines += [f"environment    {name}={value}" for name, value in report["environment"].items()]

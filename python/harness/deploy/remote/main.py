@@ -121,7 +121,7 @@ class Deploy:
         if self.request["tests"]:
             self.pytest("tests", [], python, results)
         if self.request["bench"]:
-            options = ["--benchmark-only", "--benchmark-json=" + os.path.join(results, "bench.json")]
+            options = ["-o", "addopts=", "--benchmark-only", "--benchmark-json=" + os.path.join(results, "bench.json")]
             self.pytest("bench", options, python, results)
 
     def check(self, name: str, argv: list[str], output: str | None = None) -> None:
@@ -149,9 +149,8 @@ class Deploy:
                 stage.code = 2
             self.code = self.code or 2
             return
-        fixed = ["-o", "addopts=-ra --strict-markers", "-p", "no:cacheprovider"]
         record = "--junitxml=" + os.path.join(results, kind + ".xml")
-        self.check(kind, [python, "-m", "pytest", *fixed, record, *options, *folders])
+        self.check(kind, [python, "-m", "pytest", "-p", "no:cacheprovider", record, *options, *folders])
 
 
 def serve(link: Link, request: Mapping[str, Any]) -> None:
