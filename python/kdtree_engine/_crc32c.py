@@ -107,3 +107,12 @@ def crc32c(data: ReadableBuffer) -> int:
     for byte in view:
         register = _T8_LIST[(register ^ byte) & 255] ^ (register >> 8)
     return register ^ 0xFFFFFFFF
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """CRC-32C of two pieces of data one after the other, from the CRC of each; `nbytes` is the second's size."""
+    register = np.array([first], np.uint32)
+    for k in range(nbytes.bit_length()):
+        if nbytes >> k & 1:
+            register = _shift(k).apply(register)
+    return int(register[0]) ^ second

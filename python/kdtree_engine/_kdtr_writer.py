@@ -26,12 +26,19 @@ _BF16 = rules.DTYPE_NUMBERS["bf16"]
 _counter = itertools.count()
 
 
-class _Tensor(NamedTuple):
+class Entry(NamedTuple):
+    """A tensor as the index describes it; ``number`` is its dtype's."""
+
     name: bytes
-    number: int  # dtype
+    number: int
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]  # flat, little-endian
+    nbytes: int
     crc: int
+
+
+class _Tensor(NamedTuple):
+    entry: Entry
+    data: NDArray[np.uint8]  # flat, little-endian
 
 
 def _prepare(name: str, value: ArrayLike, label: str) -> _Tensor:
@@ -64,11 +71,11 @@ def _prepare(name: str, value: ArrayLike, label: str) -> _Tensor:
     if shape_rule is not None:
         raise refuse(shape_rule, f"tensor '{name}': shape {list(array.shape)} is not storable")
     data = array.reshape(-1).view(np.uint8)
-    return _Tensor(raw_name, number, array.shape, data, crc32c(data.data))
+    return _Tensor(Entry(raw_name, number, array.shape, data.nbytes, crc32c(data.data)), data)
 
 
-def _layout(tensors: list[_Tensor], label: str) -> tuple[bytes, bytes]:
-    """Header and index of a file with these tensors, which are sorted."""
+def layout(tensors: list[Entry], label: str) -> tuple[bytes, bytes, list[int]]:
+    """Header and index of a file with these tensors, which are sorted by name, and where their data begin."""
     names = b"".join(t.name for t in tensors)
     index_bytes = len(tensors) * rules.RECORD.size + len(names)
     for rule, what, value, most in (
@@ -82,22 +89,24 @@ def _layout(tensors: list[_Tensor], label: str) -> tuple[bytes, bytes]:
     end = data_offset
     name_offset = 0
     records = []
+    offsets = []
     for t in tensors:
         dims = t.shape + (0,) * (rules.MAX_RANK - len(t.shape))
         records.append(
             rules.RECORD.pack(
-                name_offset, len(t.name), t.number, len(t.shape), *dims, end, t.data.nbytes, t.crc, 0
+                name_offset, len(t.name), t.number, len(t.shape), *dims, end, t.nbytes, t.crc, 0
             )
         )
         name_offset += len(t.name)
-        end = rules.align_up(end + t.data.nbytes)
+        offsets.append(end)
+        end = rules.align_up(end + t.nbytes)
     index = b"".join(records) + names
     fields = (
         rules.MAGIC, rules.GUARD, rules.MAJOR, rules.MINOR, rules.HEADER.size, end,
         rules.HEADER.size, index_bytes, data_offset, len(tensors), rules.ALIGNMENT, 0, 0, crc32c(index),
     )  # fmt: skip
     header = rules.HEADER.pack(*fields, 0)[: rules.HEADER_CRC_AT]
-    return header + crc32c(header).to_bytes(4, "little"), index
+    return header + crc32c(header).to_bytes(4, "little"), index, offsets
 
 
 def _write_all(fd: int, data: memoryview) -> None:
@@ -114,7 +123,7 @@ def _create_beside(folder: str) -> tuple[int, str]:
             continue
 
 
-def _flush_folder(folder: str) -> None:
+def flush_folder(folder: str) -> None:
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
@@ -139,8 +148,8 @@ def write(path: StrPath, tensors: Mapping[str, ArrayLike]) -> None:
     ``io`` (rule ``E_WRITE``) where the system fails: `path` is then what it was, nothing lies beside it.
     """
     label = os.fspath(path)
-    prepared = sorted((_prepare(name, value, label) for name, value in tensors.items()), key=lambda t: t.name)
-    header, index = _layout(prepared, label)
+    prepared = sorted((_prepare(name, value, label) for name, value in tensors.items()), key=lambda t: t.entry.name)
+    header, index, _ = layout([t.entry for t in prepared], label)
 
     temporary = ""
     fd = -1
@@ -164,7 +173,7 @@ def write(path: StrPath, tensors: Mapping[str, ArrayLike]) -> None:
         os.close(closing)
         os.rename(temporary, label)
         temporary = ""
-        _flush_folder(folder)
+        flush_folder(folder)
     except OSError as error:
         sentence = f"writing failed: {error.strerror} (errno {error.errno})"
         raise KdtrError(label, "E_WRITE", sentence, "io") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +62,34 @@ class Bundle(CheckpointBase):
     def check_extent(self) -> None:
         check_extent(self.path, self.config, self.arrays)
 
-    def load_into(
-        self, builder: Builder, progress: Progress | None = None, rounding: Rounding = "exact"
-    ) -> None:
-        wanted = {name: may_be_int4 for name, _, may_be_int4 in builder.expected()}
-        plan: dict[str, tuple[npt.NDArray[Any], ...]] = {}  # module (two arrays) or full name (one)
+    def audit(self, expected: Iterable[tuple[str, list[int], bool]]) -> dict[str, tuple[npt.NDArray[Any], ...]]:
+        """What to load: by module (words and scales) or full name (one array). `expected` as from the native
+        builder, which checks shapes and dtypes. Raises EngineError naming the tensor."""
+        wanted = [name for name, _, _ in expected]
+        plan: dict[str, tuple[npt.NDArray[Any], ...]] = {}
+        known = frozenset(wanted)
         for name, array in self.arrays.items():
             module, _, kind = name.rpartition(".")
-            if kind in ("qw", "sc") and f"{module}.weight" in wanted:
+            if kind in ("qw", "sc") and f"{module}.weight" in known:
                 if f"{module}.weight" in self.arrays:
                     fail("bad_model", f"{self.path}: {module} has both .weight and .{kind}")
                 for part in (f"{module}.qw", f"{module}.sc"):
                     if part not in self.arrays:
                         fail("bad_model", f"{self.path}: {name} is there, but {part} is missing")
                 plan[module] = (self.arrays[f"{module}.qw"], self.arrays[f"{module}.sc"])
-            elif name in wanted:
+            elif name in known:
                 plan[name] = (array,)
             elif name.startswith(_WEIGHTS):
                 fail("bad_model", f"{self.path}: the tensor {name} is not one of this model's")
         require_all(
-            self.path, list(wanted), [n for n in wanted if n not in plan and n.removesuffix(".weight") not in plan]
+            self.path, wanted, [n for n in wanted if n not in plan and n.removesuffix(".weight") not in plan]
         )
+        return plan
+
+    def load_into(
+        self, builder: Builder, progress: Progress | None = None, rounding: Rounding = "exact"
+    ) -> None:
+        plan = self.audit(builder.expected())
         total = sum(a.nbytes for arrays in plan.values() for a in arrays)
         done = 0
         for name, arrays in plan.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ class Folder(CheckpointBase):
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Every tensor by its stored name, in the order of the files."""
+        return self._entries
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold them."""
+        return [file.path for file in self._files]
 
     def tensors(self) -> list[TensorInfo]:
         return [

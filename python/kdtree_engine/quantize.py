@@ -46,7 +46,7 @@ SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
 
-_BLOCK = 2048  # groups at a time: the search's arrays stay in the second-level cache
+_BLOCK = 4096  # groups at a time: the search's arrays stay in the second-level cache
 # Where the largest magnitude of a group lands among the codes: 7.5 is minmax, more clips it, less wastes range.
 _PLACES = np.concatenate([np.linspace(4.5, 6.5, 4, endpoint=False), np.linspace(6.5, 9.5, 15), np.linspace(9.9, 12, 5)])
 _NEIGHBOURS = (0, 1, -1, 2, -2)  # bf16 values around the least-squares scale

@@ -23,7 +23,7 @@ def test_version_and_help() -> None:
     assert text.code == 0 and all(verb in text.out for verb in ("generate", "verify", "inspect", "doctor"))
 
 
-@pytest.mark.parametrize("command", ["generate", "verify", "chat", "perplexity"])
+@pytest.mark.parametrize("command", ["generate", "verify", "chat", "perplexity", "convert"])
 def test_documented_options_exist(command: str) -> None:
     """Catches an option that docs/cli.md promises and the command does not have, and the other way round."""
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")

@@ -172,6 +172,28 @@ def perplexity(
 
 
 @app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Hugging Face folder, or a .kdtr bundle.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="New folder, or a new file NAME.kdtr.")],
+    to: o.To = "int4",
+    scales: o.Scales = "mse",
+    rest: o.Rest = "same",
+    shard_size: o.ShardSize = "4GiB",
+    threads: o.Threads = 0,
+    json: o.Json = False,
+) -> int:
+    """Convert a checkpoint: routed experts to INT4, everything to floating point, or only the container.
+
+    A stopped conversion goes on where it was when the same command runs again.
+    """
+    arguments = dict(locals())
+    from kdtree_engine.cli import convert as command
+
+    with Interruptible():
+        return command.execute(command.Options.from_arguments(arguments))
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Hugging Face folder, or a .kdtr file.")],
     json: o.Json = False,

@@ -76,6 +76,19 @@ Stride = Annotated[
     typer.Option(metavar="N", help="Tokens between windows; fewer: more context.", show_default="half a window"),
 ]
 Limit = Annotated[int | None, typer.Option(metavar="N", help="Only the first N tokens.", show_default=False)]
+To = Annotated[
+    str,
+    typer.Option(
+        metavar="int4|bf16|f32|same", help="What becomes of the weights; same: only the container changes."
+    ),
+]
+Scales = Annotated[
+    str, typer.Option(metavar="mse|minmax", help="INT4 scales: least squared error, or largest magnitude / 7.5.")
+]
+Rest = Annotated[
+    str, typer.Option(metavar="same|bf16|f32", help="With int4: type of all that is not a routed expert.")
+]
+ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest file of a folder: 500MiB, 4GiB, or bytes.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default=False)]
 ChatTemplate = Annotated[
     str | None,
