@@ -447,7 +447,7 @@ def test_auto_takes_the_cpu_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPat
     """A build with CUDA on a machine without a device must not fail, and other errors must not be hidden."""
     made: list[str] = []
 
-    def builder(config: Any, device: str, threads: int) -> Any:
+    def builder(config: Any, device: str, threads: int, **_: Any) -> Any:
         made.append(device)
         error = EngineError("no such luck")
         error.code = "unsupported" if device == "cuda" else "internal"

@@ -157,6 +157,7 @@ def perplexity(
     stride: o.Stride = None,
     limit: o.Limit = None,
     device: o.Device = "auto",
+    precision: o.Precision = "auto",
     threads: o.Threads = 0,
     json: o.Json = False,
 ) -> int:

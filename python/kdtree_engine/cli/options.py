@@ -165,8 +165,7 @@ class RunOptions:
                 f"{named}: this version has no DFlash drafter; use --drafter auto, ngram or none"
             )
         check_device(a["device"])
-        if a["precision"] not in ("auto", "f32", "bf16"):
-            raise UsageProblem(f"--precision is {a['precision']!r}; it must be auto, f32 or bf16")
+        check_precision(a["precision"])
         a["stop"] = list(a["stop"] or [])
         if any(not text for text in a["stop"]):
             raise UsageProblem("--stop is an empty text, which every output contains; leave it out")
@@ -183,6 +182,11 @@ def within(name: str, value: float | None, low: float, high: float) -> None:
 def check_device(device: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
         raise UsageProblem(f"--device is {device!r}; it must be auto, cpu or cuda, or cuda:N with a number N")
+
+
+def check_precision(precision: str) -> None:
+    if precision not in ("auto", "f32", "bf16"):
+        raise UsageProblem(f"--precision is {precision!r}; it must be auto, f32 or bf16")
 
 
 def _budget(text: str) -> int | Literal["auto"]:

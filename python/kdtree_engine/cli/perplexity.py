@@ -23,6 +23,7 @@ class Options:
     stride: int | None
     limit: int | None
     device: str
+    precision: str
     threads: int
     json: bool
 
@@ -43,6 +44,7 @@ class Options:
                 f"--stride is {a['stride']} and --window {a['window']}: tokens between the windows would be left out"
             )
         o.check_device(a["device"])
+        o.check_precision(a["precision"])
         return cls(**a)
 
 
@@ -53,7 +55,13 @@ def execute(options: Options) -> int:
     from kdtree_engine.perplexity import perplexity
 
     with console.byte_progress(f"loading {options.model}") as progress:
-        engine = Engine.load(options.model, device=options.device, threads=options.threads, progress=progress)
+        engine = Engine.load(
+            options.model,
+            device=options.device,
+            threads=options.threads,
+            progress=progress,
+            precision="" if options.precision == "auto" else options.precision,
+        )
     started = time.perf_counter()
     with console.token_progress("scoring") as progress:
         result = perplexity(engine, text, options.window, options.stride, options.limit, progress)
