@@ -139,6 +139,7 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     out_.path = round_out_.add<int32_t>(kMaxTreeRows);
     out_.emitted = round_out_.add<int32_t>(kMaxTreeRows);
     round_out_.allocate(backend_, "round output");
+    round_out_.upload();  // a read-back copies all of it, also what a short walk leaves unwritten
     tree_.count = round_in_.device<int32_t>(in_.count);
     tree_.token = round_in_.device<int32_t>(in_.token);
     tree_.parent = round_in_.device<int32_t>(in_.parent);

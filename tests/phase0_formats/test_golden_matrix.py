@@ -103,15 +103,14 @@ def test_forwards_and_rounds_count(golden):
 
 
 def test_bf16_is_judged_along_the_bundles_text(golden):
-    """A bf16 leg may choose another token where two are nearly tied, and nowhere else; its trees have its bits."""
+    """A bf16 leg may go its own way where two tokens are nearly tied; most positions must agree, trees have its bits."""
     plain = changed(right(golden), along=golden["plain.logits"] + np.float32(0.01))
+    plain.along[4] += 3  # one router chose another expert
     leg = Leg("model_int4_tiny", "cuda", "plain", "bf16")
     judge(leg, golden, changed(plain, tokens=plain.tokens[:5] + [0] * 19), None)
     assert leg.status == "PASS" and "cuda/bf16" in leg.line() and "tokens=5/24 DIFFER" in leg.line()
-    swapped = golden["plain.logits"].copy()
-    swapped[3] = np.roll(swapped[3], 1)
     leg = Leg("model_int4_tiny", "cuda", "plain", "bf16")
-    judge(leg, golden, changed(plain, along=swapped), None)
+    judge(leg, golden, changed(plain, along=np.roll(plain.along, 1, axis=1)), None)
     assert leg.status == "FAIL"
     other = changed(plain, logits=plain.logits + np.float32(1e-7))
     leg = Leg("model_int4_tiny", "cuda", "ddtree", "bf16")
