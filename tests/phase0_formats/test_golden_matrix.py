@@ -103,7 +103,7 @@ def test_forwards_and_rounds_count(golden):
 
 
 def test_bf16_is_judged_along_the_bundles_text(golden):
-    """A bf16 leg may go its own way where two tokens are nearly tied; most positions must agree, trees have its bits."""
+    """A bf16 leg may go its own way where tokens are nearly tied; most positions must agree, trees have its bits."""
     plain = changed(right(golden), along=golden["plain.logits"] + np.float32(0.01))
     plain.along[4] += 3  # one router chose another expert
     leg = Leg("model_int4_tiny", "cuda", "plain", "bf16")
