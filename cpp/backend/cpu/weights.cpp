@@ -74,6 +74,20 @@ void pack_bf16(const uint16_t* source, int out, int in, int block, uint8_t* to, 
     }
 }
 
+// An 8 x 8 matrix of nibbles, a row a word: row j, column k -> row k, column j.
+void transpose_nibbles(uint32_t* row) {
+    const auto swap = [row](int a, int b, int shift, uint32_t mask) {
+        const uint32_t t = (row[a] >> shift ^ row[b]) & mask;
+        row[b] ^= t;
+        row[a] ^= t << shift;
+    };
+    for (int j = 0; j < 4; ++j) swap(j, j + 4, 16, 0x0000FFFFu);
+    for (int j = 0; j < 8; j += j % 4 == 1 ? 3 : 1) swap(j, j + 2, 8, 0x00FF00FFu);
+    for (int j = 0; j < 8; j += 2) swap(j, j + 1, 4, 0x0F0F0F0Fu);
+}
+
+// Lane l of a unit holds input 16 j + l in nibble j. Of the file's words, 2 j + l / 8 has it in nibble l % 8:
+// the words of even number and those of odd number are a transpose each.
 void pack_w4(const uint32_t* source, int out, int in, int block, uint8_t* to) {
     constexpr int kUnit = 8 * kLanes;
     const int units = (in + kUnit - 1) / kUnit;
@@ -90,12 +104,12 @@ void pack_w4(const uint32_t* source, int out, int in, int block, uint8_t* to) {
             }
             for (uint32_t w = 0; w < used; ++w) nibbles[w] ^= 0x88888888u;  // offset 8 to two's complement
             uint32_t words[kLanes];
-            for (int l = 0; l < kLanes; ++l) {
-                uint32_t word = 0;
-                for (int j = 0; j < 8; ++j)
-                    word |= (nibbles[2 * j + l / 8] >> (4 * (l % 8)) & 0xFu) << (4 * j);
-                words[l] = word;
+            for (int j = 0; j < 8; ++j) {
+                words[j] = nibbles[2 * j];
+                words[8 + j] = nibbles[2 * j + 1];
             }
+            transpose_nibbles(words);
+            transpose_nibbles(words + 8);
             std::memcpy(to + (static_cast<size_t>(u) * kBlockOutputs + o) * 64, words, 64);
         }
     }
