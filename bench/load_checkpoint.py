@@ -38,7 +38,9 @@ def make(path: Path, gigabytes: float) -> None:
     )
     rng = np.random.default_rng(0)
     block = rng.integers(0, 256, 16 << 20, np.uint8).tobytes()
-    floats = (rng.integers(0x3C00, 0x3D00, 8 << 20, np.uint16) | (rng.integers(0, 2, 8 << 20, np.uint16) << 15)).tobytes()
+    floats = (
+        rng.integers(0x3C00, 0x3D00, 8 << 20, np.uint16) | (rng.integers(0, 2, 8 << 20, np.uint16) << 15)
+    ).tobytes()
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(kimi_folder.tensors(text)[: layers + 1]):
         name = f"model-{i + 1:05d}.safetensors"
@@ -123,7 +125,8 @@ def main() -> None:
             out = subprocess.run([sys.executable, "-c", LOAD, str(folder)], capture_output=True, text=True, check=True)
             seconds, weights, peak, cpu = map(float, out.stdout.split())
             print(
-                f"disk {disk / 1e9:.2f} GB/s   load {size / seconds / 1e9:.2f} GB/s   ratio {size / seconds / disk:.2f}   "
+                f"disk {disk / 1e9:.2f} GB/s   load {size / seconds / 1e9:.2f} GB/s   "
+                f"ratio {size / seconds / disk:.2f}   "
                 f"{seconds:.1f} s, CPU {cpu:.1f} s   weights {weights / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB",
                 flush=True,
             )

@@ -63,7 +63,10 @@ CONFIG: dict[str, Any] = {
 
 Arrays = dict[str, np.ndarray]
 
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "F64": np.float64}
+_DTYPES = {
+    "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "F64": np.float64, "I64": np.int64,
+    "F8_E4M3": np.uint8,
+}  # fmt: skip
 _NAMES = {np.dtype(t): name for name, t in _DTYPES.items()}
 
 
@@ -122,7 +125,7 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Arrays:
 
 
 def safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A .safetensors file; a uint16 array is stored as BF16."""
+    """A .safetensors file; a uint16 array is stored as BF16, a uint8 array as F8_E4M3."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in arrays.items():
@@ -175,3 +178,97 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 def widen(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+# -- quantised -----------------------------------------------------------------------------------------------
+
+QUANTIZED: dict[str, Any] = CONFIG | {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 300,
+}  # fmt: skip
+"""Widths that groups of 32 divide."""
+
+INT4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        },
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+}  # fmt: skip
+"""quantization_config of Kimi K2-Thinking, K2.5 and K2.6."""
+
+FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+}  # fmt: skip
+"""quantization_config of DeepSeek V3, R1 and the first Kimi K2."""
+
+
+def int4(arrays: Arrays, seed: int = 1) -> Arrays:
+    """The routed experts replaced by random words, bf16 scales and 32-bit sizes, as the Kimi files have them."""
+    rng = np.random.default_rng(seed)
+    made: Arrays = {}
+    for name, a in arrays.items():
+        if ".mlp.experts." not in name:
+            made[name] = a
+            continue
+        module, (out, width) = name.removesuffix(".weight"), a.shape
+        words = rng.integers(-(2**31), 2**31, (out, width // 8)).astype(np.int32)
+        scales = bf16(rng.uniform(0.01, 0.1, (out, width // 32)).astype(np.float32))
+        made |= {
+            f"{module}.weight_packed": words,
+            f"{module}.weight_scale": scales,
+            f"{module}.weight_shape": np.array([out, width], np.int32),
+        }
+    return made
+
+
+def plain(arrays: Arrays, rounded: bool = False) -> Arrays:
+    """The inverse of `int4` and `fp8` in float32: exact products, or the bf16 bits of them. Written down by
+    the definition, number by number."""
+    made: Arrays = {}
+    for name, a in arrays.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight_packed":
+            nibbles = (a.view(np.uint32)[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
+            q = nibbles.reshape(len(a), -1).astype(np.float32) - 8
+            value = np.asarray(q * np.repeat(widen(arrays[f"{module}.weight_scale"]), 32, axis=1), np.float32)
+        elif f"{name}_scale_inv" in arrays:
+            scales = arrays[f"{name}_scale_inv"].repeat(128, 0).repeat(128, 1)[: a.shape[0], : a.shape[1]]
+            value = np.asarray(e4m3(a) * scales, np.float32)
+        elif part in ("weight_scale", "weight_shape", "weight_scale_inv"):
+            continue
+        else:
+            made[name] = a
+            continue
+        made[f"{module}.weight"] = bf16(value) if rounded else value
+    return made
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    """float32 values of fp8 codes, by the definition: sign, exponent with bias 7, three bits of mantissa."""
+    sign, exponent, mantissa = codes >> 7, codes >> 3 & 15, codes & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent.astype(np.float64) - 7)
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
+    value = np.where(codes & 127 == 127, np.nan, value)
+    return np.asarray(np.where(sign == 1, -value, value), np.float32)
+
+
+def fp8(arrays: Arrays, seed: int = 2, powers_of_two: bool = False) -> Arrays:
+    """Every projection replaced by random codes and one float32 scale per block of 128 x 128."""
+    rng = np.random.default_rng(seed)
+    made: Arrays = {}
+    for name, a in arrays.items():
+        if "_proj" not in name:
+            made[name] = a
+            continue
+        codes = rng.integers(0, 127, a.shape, dtype=np.uint8) | (rng.integers(0, 2, a.shape, dtype=np.uint8) << 7)
+        blocks = tuple(-(-n // 128) for n in a.shape)
+        scales = 2.0 ** rng.integers(-12, -8, blocks) if powers_of_two else rng.uniform(0.0003, 0.003, blocks)
+        made |= {name: codes, f"{name}_scale_inv": scales.astype(np.float32)}
+    return made

@@ -95,8 +95,11 @@ def _layer(i: int, c: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _vision() -> Iterator[Tensor]:
-    for name, shape in (("pre_norm.bias", [1152]), ("pre_norm.weight", [1152]), ("proj.0.bias", [4608]),
-                        ("proj.0.weight", [4608, 4608]), ("proj.2.bias", [7168]), ("proj.2.weight", [7168, 4608])):  # fmt: skip
+    projector: dict[str, list[int]] = {
+        "pre_norm.bias": [1152], "pre_norm.weight": [1152], "proj.0.bias": [4608], "proj.0.weight": [4608, 4608],
+        "proj.2.bias": [7168], "proj.2.weight": [7168, 4608],
+    }  # fmt: skip
+    for name, shape in projector.items():
         yield f"mm_projector.{name}", "BF16", shape
     for i in range(27):
         for name, wide, narrow in (("mlp.fc0", 4304, 1152), ("mlp.fc1", 1152, 4304), ("wo", 1152, 1152),
