@@ -94,20 +94,21 @@ def require_all(path: Path, wanted: Sequence[str], missing: Sequence[str]) -> No
 
 
 def audit(
-    path: Path, config: ModelConfig, entries: Iterable[TensorEntry], expected: Iterable[tuple[str, list[int], bool]]
+    path: Path,
+    config: ModelConfig,
+    entries: Iterable[tuple[str | None, TensorEntry]],
+    expected: Iterable[tuple[str, list[int], bool]],
 ) -> list[Item]:
-    """What to load, in the order of the files. `expected` as from the native builder: full names, shapes,
-    whether INT4 may stand for them. Raises EngineError naming the tensor."""
+    """What to load. `entries`: everything in the files, with the engine's own name of each. `expected` as from
+    the native builder: full names, shapes, whether INT4 may stand for them. Raises EngineError naming the
+    tensor."""
     return _Audit(path, config, expected).run(entries)
 
 
 class _Audit:
-    def __init__(
-        self, path: Path, config: ModelConfig, expected: Iterable[tuple[str, list[int], bool]]
-    ) -> None:
+    def __init__(self, path: Path, config: ModelConfig, expected: Iterable[tuple[str, list[int], bool]]) -> None:
         self.path = path
         self.config = config
-        self.names = Names(config)
         self.wanted: dict[str, tuple[int, ...]] = {}
         self.int4: set[str] = set()
         for name, shape, may_be_int4 in expected:
@@ -118,9 +119,8 @@ class _Audit:
         self.parts: dict[str, dict[str, TensorEntry]] = {}  # of quantised modules, by module
         self.unknown: list[TensorEntry] = []
 
-    def run(self, entries: Iterable[TensorEntry]) -> list[Item]:
-        for entry in entries:
-            name = self.names.canonical(entry.name)
+    def run(self, entries: Iterable[tuple[str | None, TensorEntry]]) -> list[Item]:
+        for name, entry in entries:
             if name is not None:
                 self.sort_in(name, entry)
         for module, parts in self.parts.items():

@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .checkpoint_audit import Item, Names, audit
-from .checkpoint_base import Builder, CheckpointBase, Progress, Rounding, TensorInfo, check_extent, naming
+from .checkpoint_base import (
+    Builder,
+    CheckpointBase,
+    Progress,
+    Rounding,
+    TensorInfo,
+    check_extent,
+    collector_paused,
+    naming,
+)
 from .checkpoint_stream import Piece, Stream
 from .config import DEFAULT_LATENT_NORM_EPS, load_json, parse_config
 from .errors import fail
@@ -35,9 +44,11 @@ class Folder(CheckpointBase):
         if not config_path.exists():
             fail("bad_file", f"the folder {path} has no config.json")
         self.config = parse_config(load_json(config_path), str(config_path), latent_norm_eps)
-        self._names = Names(self.config)
         try:
-            self._entries = open_shards(path, self._files)
+            canonical = Names(self.config).canonical
+            with collector_paused():
+                entries = open_shards(path, self._files).values()
+                self._entries = [(canonical(entry.name), entry) for entry in entries]
         except BaseException:
             self.close()
             raise
@@ -61,15 +72,13 @@ class Folder(CheckpointBase):
 
     def tensors(self) -> list[TensorInfo]:
         return [
-            TensorInfo(e.name, e.dtype, e.shape, e.nbytes, e.file.path.name, self._names.canonical(e.name))
-            for e in self._entries.values()
+            TensorInfo(e.name, e.dtype, e.shape, e.nbytes, e.file.path.name, name) for name, e in self._entries
         ]
 
     def check_extent(self) -> None:
-        canonical = {self._names.canonical(name): entry for name, entry in self._entries.items()}
-        check_extent(self.path, self.config, canonical)
+        check_extent(self.path, self.config, {name for name, _ in self._entries})
         experts = self.config["n_routed_experts"]
-        for name, entry in canonical.items():
+        for name, entry in self._entries:
             fused = name is not None and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
             if fused and entry.shape[:1] != (experts,):
                 fail(
@@ -80,7 +89,8 @@ class Folder(CheckpointBase):
 
     def audit(self, expected: Iterable[tuple[str, list[int], bool]]) -> list[Item]:
         """See checkpoint_audit.audit. Reads no weight."""
-        return audit(self.path, self.config, self._entries.values(), expected)
+        with collector_paused():
+            return audit(self.path, self.config, self._entries, expected)
 
     def load_into(
         self, builder: Builder, progress: Progress | None = None, rounding: Rounding = "exact"
