@@ -12,8 +12,9 @@ that is silently wrong. Names come with or without the prefix of a multimodal wr
 - for routed experts, ``experts.gate_up_proj`` [E, 2I, H] (gate rows first) and ``experts.down_proj`` [E, H, I]
   over all experts of a layer, as transformers 5 saves them with ``save_original_format=False``.
 
-Ignored by name: ``rotary_emb.inv_freq`` (stale buffers that some converters leave behind), layers past
-``num_hidden_layers`` (multi-token prediction) and, in a multimodal model, the other parts.
+Ignored by name: ``rotary_emb.inv_freq`` (stale buffers that some converters leave behind), the layers of
+multi-token prediction (as many behind the last one as the config says) and, in a multimodal model, the other
+parts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Names:
 
     def __init__(self, config: ModelConfig) -> None:
         self._skipped = config.skipped
-        self._layers = config["num_hidden_layers"]
+        self._extra = range(int(config["num_hidden_layers"]), int(config["num_hidden_layers"]) + config.extra_layers)
 
     def canonical(self, name: str) -> str | None:
         """The engine's name of a stored tensor; None for one that is ignored."""
@@ -80,7 +81,7 @@ class Names:
                     name = plain + name[len(prefix) :]
                     break
         layer = _LAYER.match(name)
-        if (layer is not None and int(layer[1]) >= self._layers) or name.endswith("rotary_emb.inv_freq"):
+        if (layer is not None and int(layer[1]) in self._extra) or name.endswith("rotary_emb.inv_freq"):
             return None
         return name
 

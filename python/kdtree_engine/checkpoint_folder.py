@@ -150,6 +150,8 @@ def open_shards(path: Path, files: list[SafetensorsFile]) -> dict[str, TensorEnt
     if not isinstance(weight_map, dict) or not weight_map:
         fail("bad_file", f"{index}: weight_map is missing or empty")
     for name, shard in weight_map.items():
+        if not name.isprintable():
+            fail("bad_file", f"{index}: a tensor is called {name!a}; expected printable characters")
         if not isinstance(shard, str) or "/" in shard or not shard.endswith(".safetensors"):
             fail("bad_file", f"{index}: {name} lies in {shard!r}; expected a file of the folder")
     shards = set(weight_map.values())

@@ -53,6 +53,7 @@ _ROUTING = ("first_k_dense_replace", "n_group", "topk_group")  # integers that s
 _INTEGERS_OR_NULL = ("q_lora_rank", "n_routed_experts", "n_shared_experts")  # null: no such part, stored as 0
 _REALS = ("routed_scaling_factor", "rms_norm_eps")
 _FLAGS = ("norm_topk_prob",)
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 FIELDS = (
@@ -76,6 +77,7 @@ class ModelConfig:
     ``fields`` holds exactly FIELDS, as floats; ``tie_word_embeddings``: the head is the embedding matrix and
     the checkpoint stores it once; ``eos_token_ids``: what config.json says about the end of a text;
     ``quantization``: how the checkpoint's quantised tensors are stored, None where it has none;
+    ``extra_layers``: layers behind the last one that predict further tokens (MTP); they are not loaded;
     ``placeholders``: ids of tokens that stand for images or video, which no prompt may hold; ``skipped``:
     prefixes of the tensors of a multimodal model's other parts.
     """
@@ -85,6 +87,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: frozenset[int] = frozenset()
     quantization: Quantization | None = None
+    extra_layers: int = 0
     placeholders: frozenset[int] = frozenset()
     skipped: tuple[str, ...] = ()
 
@@ -166,6 +169,7 @@ class _Reader:
         eos = parse_eos(self.left, self.where)
         tied = self.flag("tie_word_embeddings", default=False)
         quantization = self.quantization()
+        extra_layers = self.extra_layers()
         fields: dict[str, float] = {key: self.integer(key) for key in _INTEGERS}
         fields |= {key: self.integer(key, nullable=True) for key in _INTEGERS_OR_NULL}
         fields |= {key: self.real(key) for key in _REALS}
@@ -184,7 +188,7 @@ class _Reader:
             self.check_derived(key, fields["n_routed_experts"], "n_routed_experts")
         self.finish(IGNORABLE)
         assert set(fields) == set(FIELDS)
-        return ModelConfig(fields, model_type, tied, eos, quantization)
+        return ModelConfig(fields, model_type, tied, eos, quantization, extra_layers)
 
     def unwrap(self, wrapper: Wrapper, model_type: str, latent_norm_eps: float) -> ModelConfig:
         """The text part of a multimodal model. What inner and outer object both say must be the same."""
@@ -230,6 +234,15 @@ class _Reader:
     def quantization(self) -> Quantization | None:
         value = self.left.pop("quantization_config", None)
         return None if value is None else parse_quantization(value, f"{self.where}: quantization_config")
+
+    def extra_layers(self) -> int:
+        """Of multi-token prediction, under its two names. A file may hold so many layers more than the model
+        has; without a number, more layers are a model that was cut short."""
+        given = {key: self.integer(key, nullable=True) for key in _EXTRA_LAYERS if key in self.left}
+        for key, value in given.items():
+            if value != (wanted := next(iter(given.values()))) or not 0 <= value <= 64:
+                self.bad(f"{key} is {value:.0f}; expected {wanted:.0f}, at most 64")
+        return int(next(iter(given.values()), 0))
 
     def dense_layers(self, architecture: Architecture, layers: float) -> dict[str, float]:
         """first_k_dense_replace, or mlp_layer_types: "dense" so many times, then "sparse"."""

@@ -123,8 +123,6 @@ IGNORABLE = frozenset(
         "initializer_range",
         "is_decoder",
         "model_type",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -178,4 +176,4 @@ IGNORABLE = frozenset(
     }
 )
 """Fields that do not reach the forward pass of a decoder: bookkeeping, training, dropout (0 at inference),
-token ids (read elsewhere) and the number of multi-token-prediction layers (their weights are not loaded)."""
+and token ids (read elsewhere)."""

@@ -129,6 +129,8 @@ class SafetensorsFile:
         return {entry.name: entry for entry in entries}
 
     def _entry(self, name: str, value: Any, base: int) -> TensorEntry:
+        if not name.isprintable() or not name:
+            self._bad(f"a tensor is called {name!a}; expected printable characters")
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
             self._bad(f"tensor {name}: expected the fields dtype, shape and data_offsets")
         dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
