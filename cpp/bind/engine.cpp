@@ -125,11 +125,14 @@ void bind_builder(nb::module_& m) {
             },
             "Of the draft model that was loaded beside the target; None where there is none.")
         .def_prop_ro("weight_bytes", [](const Engine& e) { return e.backend().weight_bytes(); })
-        .def_prop_ro("rope_inverse_frequencies", [](const Engine& e) {
-            std::vector<float> f = rope_inverse_frequencies(e.config());
-            const size_t n = f.size();
-            return to_numpy(std::move(f), {n});
-        });
+        .def_prop_ro(
+            "rope_inverse_frequencies",
+            [](const Engine& e) {
+                std::vector<float> f = rope_inverse_frequencies(e.config());
+                const size_t n = f.size();
+                return to_numpy(std::move(f), {n});
+            },
+            nb::rv_policy::automatic);
 
     nb::class_<EngineBuilder>(
         m, "EngineBuilder",
