@@ -47,8 +47,8 @@ class Folder(CheckpointBase):
         try:
             canonical = Names(self.config).canonical
             with collector_paused():
-                entries = open_shards(path, self._files).values()
-                self._entries = [(canonical(entry.name), entry) for entry in entries]
+                self._entries = open_shards(path, self._files)
+                self._named = [(canonical(name), entry) for name, entry in self._entries.items()]
         except BaseException:
             self.close()
             raise
@@ -72,13 +72,13 @@ class Folder(CheckpointBase):
 
     def tensors(self) -> list[TensorInfo]:
         return [
-            TensorInfo(e.name, e.dtype, e.shape, e.nbytes, e.file.path.name, name) for name, e in self._entries
+            TensorInfo(e.name, e.dtype, e.shape, e.nbytes, e.file.path.name, name) for name, e in self._named
         ]
 
     def check_extent(self) -> None:
-        check_extent(self.path, self.config, {name for name, _ in self._entries})
+        check_extent(self.path, self.config, {name for name, _ in self._named})
         experts = self.config["n_routed_experts"]
-        for name, entry in self._entries:
+        for name, entry in self._named:
             fused = name is not None and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
             if fused and entry.shape[:1] != (experts,):
                 fail(
@@ -90,7 +90,7 @@ class Folder(CheckpointBase):
     def audit(self, expected: Iterable[tuple[str, list[int], bool]]) -> list[Item]:
         """See checkpoint_audit.audit. Reads no weight."""
         with collector_paused():
-            return audit(self.path, self.config, self._entries, expected)
+            return audit(self.path, self.config, self._named, expected)
 
     def load_into(
         self, builder: Builder, progress: Progress | None = None, rounding: Rounding = "exact"
