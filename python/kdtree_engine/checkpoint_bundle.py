@@ -23,11 +23,12 @@ _WEIGHTS = ("model.", "lm_head.")  # the checkpoint's own name space; a bundle m
 
 class Bundle(CheckpointBase):
     """A .kdtr bundle: ``config.KEY`` scalars, weights by their checkpoint names (``NAME.qw`` and
-    ``NAME.sc`` where a matrix is INT4) and, in golden bundles, data of tests under other names."""
+    ``NAME.sc`` where a matrix is INT4) and, in golden bundles, data of tests under other names. Without
+    `checksums` no data is read."""
 
-    def __init__(self, path: Path, latent_norm_eps: float | None = None) -> None:
+    def __init__(self, path: Path, latent_norm_eps: float | None = None, checksums: bool = True) -> None:
         self.path = path
-        self.arrays: dict[str, npt.NDArray[Any]] = kdtr.read(path)
+        self.arrays: dict[str, npt.NDArray[Any]] = kdtr.read(path, checksums=checksums)
         fields = {
             name.removeprefix(_CONFIG): self._scalar(name) for name in self.arrays if name.startswith(_CONFIG)
         }

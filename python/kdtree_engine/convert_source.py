@@ -28,7 +28,7 @@ from .config_quantization import BLOCK, GROUP
 from .errors import fail
 from .quantize import dequantize, from_bf16_bits
 
-__all__ = ["EXPERT", "FLOATS", "Matrix", "Part", "Source", "open_source"]
+__all__ = ["EXPERT", "FLOATS", "Matrix", "Part", "Source", "Stored", "open_source"]
 
 EXPERT = re.compile(r"(?:.*\.)?layers\.[0-9]+\.mlp\.experts\.[0-9]+\.(?:gate|up|down)_proj")
 """Modules of routed experts."""
@@ -119,20 +119,34 @@ def _fp8_values() -> npt.NDArray[np.float32]:
     return np.where(code & 0x80, -value, value).astype(np.float32)
 
 
+class Stored(NamedTuple):
+    """A tensor as its file describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 class Source:
-    """An audited checkpoint. Close it, or use it in a ``with``."""
+    """An audited checkpoint. Close it, or use it in a ``with``.
+
+    ``matrices`` in the order of the files; ``stored``: every tensor of the files; ``files``.
+    """
 
     def __init__(
         self,
         path: Path,
         config: ModelConfig,
         matrices: Sequence[Matrix],
+        stored: Sequence[Stored],
         files: Sequence[Path],
         close: Callable[[], None],
     ) -> None:
         self.path = path
         self.config = config
-        self.matrices = list(matrices)  # in the order of the files
+        self.matrices = list(matrices)
+        self.stored = list(stored)
         self.files = list(files)
         self.close = close
 
@@ -143,34 +157,37 @@ class Source:
         self.close()
 
 
-def open_source(path: Path) -> Source:
-    """Open and audit a Hugging Face folder or a .kdtr bundle; the same errors as loading it."""
+def open_source(path: Path, checksums: bool = True) -> Source:
+    """Open and audit a Hugging Face folder or a .kdtr bundle; the same errors as loading it. Without `checksums`
+    no data is read."""
     if path.is_dir():
         folder = Folder(path)
         try:
             folder.check_extent()
-            expected = _expected(path, folder.config)
-            folder.audit(expected)
+            folder.audit(_expected(path, folder.config))
             matrices = list(_of_folder(folder))
         except BaseException:
             folder.close()
             raise
-        return Source(path, folder.config, matrices, folder.files, folder.close)
+        stored = [Stored(e.name, e.dtype, e.shape, e.nbytes) for e in folder.entries.values()]
+        return Source(path, folder.config, matrices, stored, folder.files, folder.close)
     if not path.exists():
         fail("io", f"{path} does not exist; expected a model folder or a .kdtr bundle")
     if path.suffix != ".kdtr":
         fail("bad_file", f"{path} is neither a folder nor a .kdtr bundle")
-    bundle = Bundle(path)
+    bundle = Bundle(path, checksums=checksums)
     bundle.check_extent()
     expected = _expected(path, bundle.config)
     bundle.audit(expected)
+    infos = kdtr.KdtrFile.open(path).infos()
     raw = _RawFile(path)
     try:
-        matrices = list(_of_bundle(raw, kdtr.KdtrFile.open(path).infos(), dict((n, tuple(s)) for n, s, _ in expected)))
+        matrices = list(_of_bundle(raw, infos, {name: tuple(shape) for name, shape, _ in expected}))
     except BaseException:
         raw.close()
         raise
-    return Source(path, bundle.config, matrices, [path], raw.close)
+    stored = [Stored(t.name, t.dtype, t.shape, t.nbytes) for t in infos]
+    return Source(path, bundle.config, matrices, stored, [path], raw.close)
 
 
 def _expected(path: Path, config: ModelConfig) -> list[tuple[str, list[int], bool]]:

@@ -197,12 +197,15 @@ def convert(
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Hugging Face folder, or a .kdtr file.")],
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor, not patterns of names, however many there are.")
+    ] = False,
     json: o.Json = False,
 ) -> int:
-    """Show what a model or file holds, without reading its weights."""
+    """Show what a model or file holds and needs, without reading its weights."""
     from kdtree_engine.cli import inspect as command
 
-    return command.execute(path, json)
+    return command.execute(path, json, tensors)
 
 
 @app.command()

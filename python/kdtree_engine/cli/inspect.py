@@ -3,163 +3,64 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kdtree_engine.cli import console, exits
-from kdtree_engine.errors import fail
 
-CACHE_BYTES = 4  # the CPU backend's latent cache is float32
-
-# Components by tensor name, first match wins. Names of layers past num_hidden_layers are listed as unused.
-_COMPONENTS = (
-    ("embedding", r"model\.embed_tokens\."),
-    ("head", r"lm_head\."),
-    ("routed experts", r"model\.layers\.\d+\.mlp\.experts\."),
-    ("shared experts", r"model\.layers\.\d+\.mlp\.shared_experts\."),
-    ("router", r"model\.layers\.\d+\.mlp\.gate\."),
-    ("dense MLP", r"model\.layers\.\d+\.mlp\."),
-    ("norms", r"model\.(layers\.\d+\.)?[a-z_]*norm\.|model\.layers\.\d+\.self_attn\.[a-z_]*norm\."),
-    ("attention", r"model\.layers\.\d+\.self_attn\."),
-)
+FEW = 500  # tensors that are listed one by one unless asked otherwise
 
 
-def execute(path: str, as_json: bool) -> int:
+def execute(path: str, as_json: bool, every_tensor: bool) -> int:
     """Prints the report. Raises EngineError naming what is wrong with the path."""
-    report = collect(Path(path))
+    from kdtree_engine.inspection import inspect_path
+
+    report = inspect_path(Path(path))
+    every_tensor = every_tensor or report["tensor_count"] <= FEW
     if as_json:
+        tensors = report.pop("tensors")
+        if every_tensor:
+            report["tensors"] = [tensor._asdict() for tensor in tensors]
         print(json.dumps(report, indent=2), flush=True)
     else:
-        for line in _lines(report):
+        for line in _lines(report, every_tensor):
             print(line)
     return exits.OK
 
 
-def collect(path: Path) -> dict[str, Any]:
-    """The report as plain data. Raises EngineError."""
-    if path.is_dir():
-        from kdtree_engine.checkpoint import open_checkpoint
-
-        with open_checkpoint(path) as checkpoint:
-            config = dict(checkpoint.config.fields)
-            architecture = checkpoint.config.model_type
-            tensors = [(t.name, t.dtype.lower(), t.shape, t.nbytes) for t in checkpoint.tensors()]
-        container = "Hugging Face folder"
-    else:
-        from kdtree_engine.kdtr import KdtrFile
-
-        if not path.exists():
-            fail("io", f"{path} does not exist; expected a model folder or a .kdtr file")
-        file = KdtrFile.open(path)
-        tensors = [(t.name, t.dtype, t.shape, t.nbytes) for t in file.infos()]
-        config = {
-            name.removeprefix("config."): float(file[name])
-            for name, _, shape, _ in tensors
-            if name.startswith("config.") and shape == ()
-        }
-        architecture = "bundle" if config else "none: data only"
-        container = "KDTR v1"
-    return {
-        "path": str(path),
-        "container": container,
-        "architecture": architecture,
-        "config": config,
-        "tensors": [
-            {"name": name, "dtype": dtype, "shape": list(shape), "bytes": nbytes}
-            for name, dtype, shape, nbytes in tensors
-        ],
-        "bytes": sum(nbytes for *_, nbytes in tensors),
-        "parameters": sum(_elements(name, shape) for name, _, shape, _ in tensors if _is_weight(name)),
-        "quantisation": _quantisation((name, dtype) for name, dtype, *_ in tensors),
-        "components": _components(((name, nbytes) for name, _, _, nbytes in tensors), config),
-        "kv_bytes_per_token": _kv_bytes(config),
-    }
-
-
-def _is_weight(name: str) -> bool:
-    return name.startswith(("model.", "lm_head."))
-
-
-def _elements(name: str, shape: tuple[int, ...]) -> int:
-    """Parameters in a tensor: eight to an INT4 word, none in its scales."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    if name.endswith(".sc"):
-        return 0
-    return 8 * count if name.endswith(".qw") else count
-
-
-def _quantisation(tensors: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Number of weight tensors per kind: an INT4 matrix (words and scales) is one."""
-    kinds: dict[str, int] = {}
-    for name, dtype in tensors:
-        if not _is_weight(name) or name.endswith(".sc"):
-            continue
-        kind = "int4 (w4a16, groups of 32)" if name.endswith(".qw") else dtype
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return kinds
-
-
-def _components(tensors: Iterable[tuple[str, int]], config: Mapping[str, float]) -> dict[str, int]:
-    """Bytes per component, those that are there, in the order of a forward pass."""
-    sizes = dict.fromkeys(
-        (
-            "embedding",
-            "attention",
-            "dense MLP",
-            "router",
-            "routed experts",
-            "shared experts",
-            "norms",
-            "head",
-        ),
-        0,
-    )
-    layers = config.get("num_hidden_layers", float("inf"))
-    for name, nbytes in tensors:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and int(layer[1]) >= layers:
-            component = "unused (layers past the last)"
-        elif not _is_weight(name):
-            component = "config" if name.startswith("config.") else "other data"
-        else:
-            component = next((c for c, pattern in _COMPONENTS if re.match(pattern, name)), "other weights")
-        sizes[component] = sizes.get(component, 0) + nbytes
-    return {name: size for name, size in sizes.items() if size}
-
-
-def _kv_bytes(config: Mapping[str, float]) -> int | None:
-    try:
-        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-        return int(config["num_hidden_layers"] * width) * CACHE_BYTES
-    except KeyError:
-        return None
-
-
-def _lines(report: dict[str, Any]) -> list[str]:
-    weights = [t for t in report["tensors"] if _is_weight(t["name"])]
-    lines = [
-        f"path           {console.visible(report['path'], keep_lines=False)}",
-        f"container      {report['container']}, {console.byte_text(report['bytes'])} of tensors",
-        f"architecture   {report['architecture']}",
-    ]
+def _lines(report: dict[str, Any], every_tensor: bool) -> Iterator[str]:
+    yield f"path           {console.visible(report['path'], keep_lines=False)}"
+    yield f"container      {report['container']}, {console.byte_text(report['bytes'])} of tensors"
+    yield f"architecture   {report['architecture']}"
     if report["config"]:
-        lines.append("config         " + ", ".join(f"{k} {v:.10g}" for k, v in report["config"].items()))
-    if weights:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in report["quantisation"].items())
-        lines.append(f"weights        {report['parameters']:,} parameters; tensors: {kinds}")
-    if report["components"]:
-        lines.append("bytes")
-        lines += [f"  {name:30} {size:>16,}" for name, size in report["components"].items()]
-    if report["kv_bytes_per_token"] is not None:
-        lines.append(
-            f"KV cache       {report['kv_bytes_per_token']:,} bytes per token (float32, CPU backend)"
-        )
-    lines.append(f"tensors        {len(report['tensors'])}")
-    for t in report["tensors"]:
-        name = console.visible(t["name"], keep_lines=False)
-        lines.append(f"  {name:64} {t['dtype']:5} {t['shape']}")
-    return lines
+        yield "config         " + ", ".join(f"{k} {v:.10g}" for k, v in report["config"].items())
+        yield from _model_lines(report)
+    yield f"tensors        {report['tensor_count']}"
+    if every_tensor:
+        listed = [(t.name, t.dtype, t.shape, 1) for t in report["tensors"]]
+    else:
+        listed = [(g["name"], g["dtype"], g["shape"], g["tensors"]) for g in report["tensor_groups"]]
+    for name, dtype, shape, count in listed:
+        many = f"  x {count}" if count > 1 else ""
+        yield f"  {console.visible(name, keep_lines=False):64} {dtype.lower():8} {list(shape)}{many}"
+
+
+def _model_lines(report: dict[str, Any]) -> Iterator[str]:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report["quantisation"].items())
+    yield f"weights        {report['parameters']:,} parameters; matrices and vectors: {kinds}"
+    yield "bytes"
+    for name, size in report["components"].items():
+        forms = ", ".join(report["quantisation_by_component"].get(name, {}))
+        yield f"  {name:34} {size:>18,}  {forms}".rstrip()
+    cache = report["kv_bytes_per_token"]
+    yield f"KV cache       {cache['bf16']:,} bytes per token in bf16, {cache['f32']:,} in float32 (CPU)"
+    contexts = list(report["devices"][0]["with_cache"])
+    yield "memory         of each device: weights, and with a bf16 cache for so many tokens"
+    yield f"  {'devices':8} {'weights':>14}" + "".join(f"{int(tokens):>16,}" for tokens in contexts)
+    for row in report["devices"]:
+        if row["obstacle"] is not None:
+            yield f"  {row['devices']:<8} {'-':>14}  {row['obstacle']}"
+            continue
+        sizes = "".join(f"{console.byte_text(row['with_cache'][tokens]):>16}" for tokens in contexts)
+        yield f"  {row['devices']:<8} {console.byte_text(row['weights']):>14}{sizes}"
