@@ -112,16 +112,17 @@ def test_no_answer_at_all(box: Box, tmp_path: Path) -> None:
     assert done.record["attempts"] == 2
 
 
-def test_interrupted(box: Box) -> None:
-    """Catches Ctrl-C that leaves a build running on the other side, or its lock."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_interrupted(box: Box, number: int) -> None:
+    """Catches an end that leaves a build running on the other side, or its lock."""
     old = box.answer
     box.new_answer()
     box.hold("build")
     process = box.start()
     box.reached("build", process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     done = box.finish(process, timeout=30)
-    assert done.code == 130 and done.record["code"] == 130
+    assert done.code == 128 + number and done.record["code"] == 130
     assert box.server.process is not None
     assert list(loopback.descendants(box.server.process.pid)) == []
     box.release("build")

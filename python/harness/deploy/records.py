@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import sys
 import threading
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _printing = threading.Lock()
 MAX_SHOWN = 1000  # characters of a line on the screen
+MAX_LOG = 64 << 20  # characters of log.txt: the other side does not fill this disk
 
 
 def visible(text: str) -> str:
@@ -32,6 +34,7 @@ class Log:
         self._screen = screen or sys.stderr
         self._file = open(path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         self._began = time.monotonic()
+        self._left = MAX_LOG
 
     def say(self, text: str, stage: str | None = None) -> None:
         """One line."""
@@ -42,7 +45,10 @@ class Log:
             print(head, shown, file=self._screen, flush=True)
             if self._file.closed:
                 return
+            self._left -= len(text) + 40
             try:
+                if self._left < 0:
+                    raise OSError(errno.EFBIG, "it is too long")
                 print(f"{time.monotonic() - self._began:8.2f}", head, text, file=self._file, flush=True)
             except OSError as error:  # a full disk here is no reason to leave the other side alone
                 print(head, f"log.txt ends here: {error.strerror}", file=self._screen, flush=True)

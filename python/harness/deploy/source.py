@@ -19,14 +19,14 @@ from typing import Any
 from harness.deploy.values import Refused
 
 FILES = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
-FOLDERS = ("cmake", "cpp", "python", "tests", "bench")
+FOLDERS = ("cmake", "cpp", "python", "tests", "bench", "docs")  # tests read documents
 # fmt: off
 SUFFIXES = frozenset({
     ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".cmake", ".py", ".pyi", ".typed", ".txt", ".toml", ".json", ".md",
     ".kdtr", ".npz", ".safetensors",
 })
 # fmt: on
-SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "results", "seeds", "corpus"})
+SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "results", "seeds", "corpus", "img"})
 GENERATED = frozenset({"_native.pyi"})  # by a build by hand, beside its sources
 MAX_FILES = 5_000
 MAX_BYTES = 256 << 20

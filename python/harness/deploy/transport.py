@@ -91,7 +91,7 @@ class Connection:
         self.errors: deque[str] = deque(maxlen=50)
         self.ended = threading.Event()
         self._say = say
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue(10_000)
         self._writing = threading.Lock()
         assert self.process.stdout is not None and self.process.stderr is not None
         self._threads = [
@@ -210,10 +210,10 @@ class Transfer:
 def rsync(argv: list[str], names: bytes, connection: Connection, cancel: threading.Event, say: Say) -> Transfer:
     """Runs rsync to its end. TransportError or FinalError where it fails, or the connection does meanwhile."""
     process = _spawn(argv)
-    lines: list[str] = []
-    errors: list[str] = []
+    lines: deque[str] = deque(maxlen=10_000)
+    errors: deque[str] = deque(maxlen=200)
 
-    def read(stream: IO[bytes], into: list[str], aloud: bool) -> None:
+    def read(stream: IO[bytes], into: deque[str], aloud: bool) -> None:
         while line := stream.readline(MAX_LINE):
             text = line.decode("utf-8", "replace").rstrip("\r\n")
             into.append(text)
@@ -250,7 +250,7 @@ def rsync(argv: list[str], names: bytes, connection: Connection, cancel: threadi
         for thread in threads:
             thread.join(2)
     if code != 0:
-        raise explain_rsync(code, errors)
+        raise explain_rsync(code, list(errors))
     sent = [line.split(" ", 1)[1] for line in lines if re.match(r"[<>]f\S* .", line)]
     total = next((line for line in lines if line.startswith("Total bytes sent: ")), "0")
     return Transfer(sent, int(re.sub(r"\D", "", total) or 0))
