@@ -11,7 +11,7 @@ from command import kdtree
 from kdtree_engine.cli import machine
 from kdtree_engine.cli.machine import Finding
 
-# One GPU of `nvidia-smi -q -x` in the form of driver 5xx, cut down to what is read; {} are what tests change.
+# One GPU of `nvidia-smi -q -x` in the form of driver 580, cut down to what is read; {} are what tests change.
 GPU = """<gpu id="00000000:{address}:00.0">
 <product_name>NVIDIA RTX PRO 6000 Blackwell Server Edition</product_name>
 <persistence_mode>{persistence}</persistence_mode>
