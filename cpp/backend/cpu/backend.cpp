@@ -69,7 +69,6 @@ void CpuBackend::fill(void* device, int byte, size_t bytes) {
 
 void CpuBackend::reserve_workspace(const WorkspaceSizes& sizes) {
     const Op op(*this);
-    WorkspaceSizes& r = reserved_;
     const size_t scores = size_t{2} * static_cast<size_t>(sizes.rows) * static_cast<size_t>(sizes.experts);
     const size_t slots =
         static_cast<size_t>(std::min(sizes.rows, kExpertRows)) * static_cast<size_t>(sizes.top_k);
@@ -87,7 +86,6 @@ void CpuBackend::reserve_workspace(const WorkspaceSizes& sizes) {
         grow(local.index, size_t{2} * static_cast<size_t>(sizes.vocab) + kSpareIndices,
              "workspace of sampling");
     }
-    r = sizes;
 }
 
 int CpuBackend::live_rows(const Rows& rows) {

@@ -142,7 +142,6 @@ class CpuBackend final : public Backend {
     std::vector<Array<float>> vectors_;
 
     // Workspace of the whole backend, taken by reserve_workspace.
-    WorkspaceSizes reserved_{};
     Array<float> route_scores_;     // [rows, experts], twice: scores, choices
     Array<float> expert_hidden_;    // [expert rows * top_k, intermediate]
     Array<float> expert_out_;       // [expert rows * top_k, hidden]
