@@ -3,7 +3,8 @@
 usage: resource_usage.py BUILD_LOG [--update]
 
 BUILD_LOG is the output of a build with -Xptxas=-v. A kernel that is missing from the budget or from the log,
-that spills, or that needs more than its budget fails the check; --update writes the budget anew. Shared memory
+that spills, or that needs more than its budget fails the check. Registers are handed out in steps of 8, and ptxas
+takes a few more or fewer as little as a path changes: one step is allowed. --update writes the budget anew. Shared memory
 is dynamic, and every launch is checked against the limit of sm_120 (cpp/backend/cuda/launch.h).
 """
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+STEP = 8  # registers of a thread: the grain in which the hardware hands them out
 BUDGET = Path(__file__).with_name("resource_budget.json")
 ENTRY = re.compile(
     r"Compiling entry function '(\S+)' for '(sm_\d+)'\n"
@@ -73,7 +75,7 @@ def main() -> int:
                 bad.append(f"{name} ({arch}) is not in {BUDGET.name}")
             elif used is None:
                 bad.append(f"{name} ({arch}) is in {BUDGET.name} and was not built")
-            elif used["registers"] > allowed or used["spill_bytes"] > 0 or used["stack_bytes"] > 0:
+            elif used["registers"] > allowed + STEP or used["spill_bytes"] > 0 or used["stack_bytes"] > 0:
                 bad.append(
                     f"{name} ({arch}): {used['registers']} registers of {allowed}, "
                     f"{used['spill_bytes']} bytes spilled, {used['stack_bytes']} bytes of stack"
