@@ -4,8 +4,8 @@ usage: resource_usage.py BUILD_LOG [--update]
 
 BUILD_LOG is the output of a build with -Xptxas=-v. A kernel that is missing from the budget or from the log,
 that spills, or that needs more than its budget fails the check. Registers are handed out in steps of 8, and ptxas
-takes a few more or fewer as little as a path changes: one step is allowed. --update writes the budget anew. Shared memory
-is dynamic, and every launch is checked against the limit of sm_120 (cpp/backend/cuda/launch.h).
+takes a few more or fewer when so little as a path changes: one step is allowed. --update writes the budget anew.
+Shared memory is dynamic, and every launch is checked against the limit of sm_120 (cpp/backend/cuda/launch.h).
 """
 
 from __future__ import annotations
