@@ -107,7 +107,7 @@ def _answer(chat: Chat, text: str, turn: int, options: RunOptions, interruption:
     with console.token_progress("prompt") as progress:
         reply = chat.send(
             text,
-            drafter="ngram" if options.drafter == "auto" else options.drafter,
+            drafter=run.resolved_drafter(chat.engine, options, []),
             budget=options.budget,
             on_prompt=progress,
             **run.sampling(options),
