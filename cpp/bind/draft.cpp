@@ -108,6 +108,23 @@ void bind_draft_model(nb::module_& m) {
             "A float32 array, or uint16 holding bf16 bits: a matrix [out, in] or a vector [n].");
 }
 
+using Ints = std::vector<int32_t>;
+using Reals = std::vector<double>;
+
+TreeView checked_tree(const Ints& token, const Ints& parent, const Ints& source, const Reals& weight) {
+    const size_t n = weight.size();
+    if (n < 1 || n > static_cast<size_t>(kMaxTreeRows) || token.size() != n || parent.size() != n ||
+        source.size() != n)
+        fail(ErrorCode::invalid_argument,
+             "a tree of %zu tokens, %zu parents, %zu sources, %zu weights; 1 to %d of each", token.size(),
+             parent.size(), source.size(), n, kMaxTreeRows);
+    for (size_t i = 1; i < n; ++i)
+        if (parent[i] < 0 || parent[i] >= static_cast<int32_t>(i) || source[i] < 1 || source[i] > 3)
+            fail(ErrorCode::invalid_argument, "node %zu has parent %d and source %d", i, parent[i],
+                 source[i]);
+    return {token, parent, source, weight};
+}
+
 // The budget on numbers alone, for tests: rounds are what the caller says, and so is the clock.
 void bind_budget(nb::module_& m) {
     nb::class_<CostTable>(m, "CostTable", "Seconds of a verify by number of nodes.")
@@ -127,15 +144,15 @@ void bind_budget(nb::module_& m) {
             return std::vector<int>(CostTable::kSizes.begin(), CostTable::kSizes.end());
         });
 
-    using Ints = std::vector<int32_t>;
-    using Reals = std::vector<double>;
     nb::class_<Budget>(m, "Budget", "Decides who drafts and how many nodes are verified.")
         .def(nb::init<int>(), "fixed"_a = -1)
         .def("sources", &Budget::sources, "available"_a, "costs"_a, "The sources to ask this round, as bits.")
         .def(
             "choose",
             [](Budget& b, const Ints& token, const Ints& parent, const Ints& source, const Reals& weight,
-               const CostTable& costs) { return b.choose({token, parent, source, weight}, costs); },
+               const CostTable& costs) {
+                return b.choose(checked_tree(token, parent, source, weight), costs);
+            },
             "token"_a, "parent"_a, "source"_a, "weight"_a, "costs"_a, "Nodes of the tree to verify.")
         .def(
             "observe",
@@ -143,7 +160,13 @@ void bind_budget(nb::module_& m) {
                int nodes, const Ints& path, const Ints& emitted, int asked, double draft_table,
                double draft_paths, double seconds, const CostTable& costs) {
                 RoundOutcome round;
-                round.tree = {token, parent, source, weight};
+                round.tree = checked_tree(token, parent, source, weight);
+                if (nodes < 0 || nodes > round.tree.count() || path.size() != emitted.size())
+                    fail(ErrorCode::invalid_argument, "%d of %d nodes, %zu rows on the path, %zu tokens",
+                         nodes, round.tree.count(), path.size(), emitted.size());
+                for (const int32_t row : path)
+                    if (row < 0 || row > nodes)
+                        fail(ErrorCode::invalid_argument, "row %d is on the path of %d nodes", row, nodes);
                 round.nodes = nodes;
                 round.path = path;
                 round.emitted = emitted;

@@ -15,6 +15,10 @@ constexpr double kEntryBlend = 0.1;    // and in its own entry
 constexpr double kUnknownSlope = 0.5;  // of a plain round per node, where only that is known
 constexpr double kMaxCredit = 8.0;     // tokens: how much of a good past a source can lose
 constexpr double kWorstGain = -4.0;    // of one round: one bad measurement closes nothing
+constexpr int kGainMemory = 64;        // drafts in a mean gain
+constexpr int kLeastDrafts = 16;       // before a mean gain counts
+constexpr double kProbeWeight = 0.5;   // of a probe in the mean gain
+constexpr int kIdle = 4;               // drafts without a node worth verifying before trees start small again
 constexpr int kFirstTree = 2;          // nodes of a probe
 constexpr int kProbeReach = 16;        // nodes that a probe may add to a tree of another source
 constexpr double kProbeShare = 0.015;  // of the time, for probes of a source that does not pay
@@ -34,6 +38,11 @@ std::array<bool, kMaxTreeRows> spine_of(const TreeView& tree) {
         has_child[parent] = true;
     }
     return spine;
+}
+
+// Nodes of a probe: one where a row costs so much that two could hardly pay.
+int probe_nodes(double lambda, const CostTable& costs) {
+    return lambda * (costs.seconds(kFirstTree) - costs.seconds(0)) > 1.0 ? 1 : kFirstTree;
 }
 
 int class_of(const TreeView& tree, const std::array<bool, kMaxTreeRows>& spine, int node) {
@@ -167,12 +176,16 @@ int Budget::choose(const TreeView& tree, const CostTable& costs) {
         }
     }
     // A probe verifies a few nodes of its source whatever they promise: it is there to find out.
+    const int wanted = probe_nodes(lambda, costs);
     for (const int bit : {kFromTable, kFromPath}) {
         if (!sources_[source_index(bit)].probing) continue;
-        int own = 0;
-        for (int i = 1; i <= std::min(count, kProbeReach) && own < kFirstTree; ++i)
-            if (tree.source[i] == bit && ++own == kFirstTree) best = std::max(best, i);
-        if (own == 0 || own < kFirstTree) best = std::max(best, std::min(count, kFirstTree));
+        int own = 0, last = 0;
+        for (int i = 1; i <= std::min(count, kProbeReach) && own < wanted; ++i)
+            if (tree.source[i] == bit) {
+                ++own;
+                last = i;
+            }
+        best = std::max(best, last);
     }
     return best;
 }
@@ -198,26 +211,44 @@ void Budget::calibrate(const RoundOutcome& round) {
         }
 }
 
+// At which asking costs kProbeShare of the time.
+int Budget::longest_interval(const Source& s, const CostTable& costs) const {
+    const double lambda = rate(costs);
+    const double verify = costs.seconds(probe_nodes(lambda, costs)) - costs.seconds(0);
+    const double loss = lambda * (s.seconds + verify);
+    return static_cast<int>(std::clamp(loss / kProbeShare, double{kLeastInterval}, double{kMostInterval}));
+}
+
 void Budget::settle(int bit, double gain, const CostTable& costs) {
     Source& s = sources_[source_index(bit)];
-    gain = std::max(gain, kWorstGain);
+    gain = std::clamp(gain, kWorstGain, kMaxCredit);
     if (s.open) {
+        s.drafts = std::min(s.drafts + 1, kGainMemory);
+        s.gain += (gain - s.gain) / s.drafts;
+        s.won += gain;
         s.credit = std::min(s.credit + gain, kMaxCredit);
-        if (s.credit >= 0.0) return;
+        if (s.credit >= 0.0 && (s.gain >= 0.0 || s.drafts < kLeastDrafts)) return;
         s.open = false;
-        s.interval = s.wait = 2;
+        // Opened in vain: the interval goes on growing. After good times it starts anew.
+        s.interval = s.won > 0.0 ? 2 : std::min(2 * s.interval, longest_interval(s, costs));
+        s.wait = s.interval;
         return;
     }
-    if (gain > 0.0) {
+    s.gain += kProbeWeight * (gain - s.gain);
+    if (s.gain > 0.0) {
         s.open = true;
-        s.credit = 1.0 + gain;
+        s.won = 0.0;
+        s.credit = 1.0 + s.gain;
+        s.drafts = kLeastDrafts / 2;
         calibration_[(bit - 1) * 2] = calibration_[(bit - 1) * 2 + 1] = {};  // of another time
         cap_ = kFirstTree;
         return;
     }
-    const double loss = rate(costs) * (s.seconds + costs.seconds(kFirstTree) - costs.seconds(0));
-    const double longest = std::clamp(loss / kProbeShare, double{kLeastInterval}, double{kMostInterval});
-    s.interval = std::min(2 * s.interval, static_cast<int>(longest));
+    if (gain > 0.0) {  // better than it was: look again soon
+        s.wait = 2;
+        return;
+    }
+    s.interval = std::min(2 * s.interval, longest_interval(s, costs));
     s.wait = s.interval;
 }
 
@@ -245,8 +276,9 @@ void Budget::observe(const RoundOutcome& round, const CostTable& costs) {
         total += gain;
         settle(bit, gain, costs);
     }
-    if (round.nodes == 0)
-        cap_ = kFirstTree;  // what was not worth verifying starts again small
+    idle_ = round.nodes == 0 ? idle_ + 1 : 0;
+    if (idle_ >= kIdle)
+        cap_ = kFirstTree;
     else if (round.nodes >= cap_ && total > 0.0)
         cap_ = std::min(2 * cap_, kMaxNodes);
 }

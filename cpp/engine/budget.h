@@ -82,14 +82,18 @@ class Budget {
     std::array<double, kMaxTreeRows> probabilities(const TreeView& tree) const;
 
   private:
-    // Drafts of one kind. `credit` is what they have won less what they cost, in tokens, within limits: below
-    // 0 the source is no longer asked but for probes.
+    // Drafts of one kind. A draft's gain is what it won less what it cost, in tokens. A source is no longer
+    // asked, but for probes, when its mean gain is negative, or (sooner) when its credit is used up, which is
+    // the sum of its gains within limits.
     struct Source {
         bool open = true, probing = false;
         double credit = 2.0;
+        double gain = 0.0;  // running mean over `drafts`, the last kGainMemory of them at most
+        int drafts = 0;
         double seconds = 0.0;  // of a draft, running mean
         bool timed = false;
-        int interval = 2, wait = 0;
+        double won = 0.0;  // since it was opened
+        int interval = 1, wait = 0;
     };
     // How often steps of one kind are right, against how often they say so: decaying sums over the nodes
     // that a walk came to.
@@ -99,12 +103,14 @@ class Budget {
     };
     static constexpr int kClasses = 6;  // table, path, both; each on the spine and off it
 
+    int longest_interval(const Source& source, const CostTable& costs) const;
     void settle(int bit, double gain, const CostTable& costs);
     void calibrate(const RoundOutcome& round);
 
     int fixed_;
     double tokens_ = 0.0, time_ = 0.0;  // decaying sums: their ratio is lambda
     int cap_ = 2;                       // nodes at most: doubles while trees of this size pay
+    int idle_ = 0;                      // drafts in a row of which no node was verified
     std::array<Source, 2> sources_;     // table, paths
     std::array<Calibration, kClasses> calibration_;
 };

@@ -1,0 +1,260 @@
+"""The budget on synthetic worlds with a simulated clock: it never loses much, and finds what a fixed one would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from budget_world import COSTS, PATH, SIZES, TABLE, Outcome, World, dense, row_by_row, simulate, sparse_moe
+
+from kdtree_engine import _native
+
+TOKENS = 1200
+MATH = lambda rng: rng.beta(6, 1)  # noqa: E731
+CHAT = lambda rng: rng.beta(2, 1.6)  # noqa: E731
+POOR = lambda rng: rng.beta(1, 4)  # noqa: E731
+FIXED = (0, 2, 4, 6, 8, 12, 24)
+
+
+def mean_rate(make: Callable[[int], World], fixed: int = -1, tokens: int = TOKENS, seeds: int = 3) -> float:
+    outcomes = [simulate(make(seed), tokens, fixed) for seed in range(seeds)]
+    return sum(o.tokens for o in outcomes) / sum(o.seconds for o in outcomes)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# never much slower than plain
+
+
+USELESS = {
+    "sure": dict(sure=MATH),
+    "dear": dict(sure=MATH, draft_seconds=8e-3),
+    "paths": dict(sure=None, path=[0.7] * 12),
+    "both": dict(sure=MATH, path=[0.7] * 12),
+}
+
+
+@pytest.mark.parametrize("cost", list(COSTS))
+@pytest.mark.parametrize("kind", list(USELESS))
+def test_useless_drafts_cost_little(cost: str, kind: str) -> None:
+    """Catches a budget that believes a confident drafter, probes at a fixed rate, or probes with a large tree: on
+    text made of random tokens nothing is ever accepted."""
+    plain = mean_rate(lambda seed: World(COSTS[cost], None, seed=seed), fixed=0)
+    useless = mean_rate(lambda seed: World(COSTS[cost], useful=lambda t: False, seed=seed, **USELESS[kind]))
+    assert useless > (0.955 if kind == "both" else 0.97) * plain
+
+
+def test_a_short_answer_is_not_sacrificed_to_learning() -> None:
+    """Catches a warm-up whose cost only a long text pays back."""
+    for cost in COSTS.values():
+        plain = mean_rate(lambda seed, cost=cost: World(cost, None, seed=seed), fixed=0, tokens=250)
+        world = lambda seed, cost=cost: World(cost, MATH, useful=lambda t: False, seed=seed)  # noqa: E731
+        assert mean_rate(world, tokens=250) > 0.955 * plain
+
+
+def test_probing_backs_off_exponentially() -> None:
+    """Catches a wait between probes that does not grow, or grows past what the probes cost."""
+    outcome = simulate(World(sparse_moe, MATH, useful=lambda t: False), 3000)
+    asked = [at for at, sources, _, _ in outcome.rounds if sources & TABLE]
+    gaps = np.diff(asked)
+    grown = gaps[gaps > 1]
+    assert list(grown[:4]) == sorted(grown[:4]) and grown[3] >= 4 * grown[0]
+    wasted = sum(1e-3 + sparse_moe(nodes) - sparse_moe(0) for at, sources, nodes, _ in outcome.rounds if sources)
+    assert gaps.max() >= 20 and 0.005 < wasted / outcome.seconds < 0.025
+    assert all(nodes <= 2 for at, sources, nodes, _ in outcome.rounds if at > 100)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# as good as the best fixed budget
+
+
+ACCEPTING = {
+    "sparse_moe_math": (sparse_moe, MATH, 0.94),
+    "sparse_moe_chat": (sparse_moe, CHAT, 0.98),
+    "fast_sparse_moe_math": (lambda n: sparse_moe(n, 0.0), MATH, 0.96),
+    "fast_sparse_moe_chat": (lambda n: sparse_moe(n, 0.0), CHAT, 0.97),
+    "dense_math": (dense, MATH, 0.95),
+    "dense_chat": (dense, CHAT, 0.97),
+    "dense_poor": (dense, POOR, 0.97),
+    "row_by_row_math": (row_by_row, MATH, 0.97),
+}
+
+
+@pytest.mark.parametrize("name", list(ACCEPTING))
+def test_as_good_as_the_best_fixed_budget(name: str) -> None:
+    """Catches a wrong objective (the ratio of one round), a size that is never tried, and costs of sizes in between
+    taken for free."""
+    cost, sure, share = ACCEPTING[name]
+    make = lambda seed: World(cost, sure, seed=seed)  # noqa: E731
+    best = max(mean_rate(make, fixed, seeds=2) for fixed in FIXED)
+    assert mean_rate(make) > share * best
+
+
+def test_overconfident_drafts_are_calibrated() -> None:
+    """Catches probabilities taken at their word: this drafter claims 0.74 where 0.37 is true."""
+    make = lambda seed: World(sparse_moe, lambda rng: rng.beta(2, 4), claim=lambda p: p**0.3, seed=seed)  # noqa: E731
+    best = max(mean_rate(make, fixed, seeds=2) for fixed in FIXED)
+    assert mean_rate(make) > 0.96 * best
+    late = [nodes for at, _, nodes, _ in simulate(make(0), TOKENS).rounds if at > TOKENS // 2]
+    assert np.mean(late) < 6
+
+
+# ------------------------------------------------------------------------------------------------------------
+# adapts
+
+
+def rate_between(outcome: Outcome, first: int, last: int) -> float:
+    """Tokens per round of the part of a run."""
+    part = [new for at, _, _, new in outcome.rounds if first <= at < last]
+    return sum(part) / len(part)
+
+
+def test_adapts_when_drafts_turn_good_and_bad_again() -> None:
+    """Catches a source that, once closed, stays closed; and one that lives on its good past."""
+    world = World(sparse_moe, MATH, useful=lambda t: 600 <= t < 1400)
+    outcome = simulate(world, 2400)
+    assert rate_between(outcome, 200, 600) < 1.1
+    assert rate_between(outcome, 800, 1400) > 2.5
+    wasted = [nodes for at, _, nodes, _ in outcome.rounds if 1450 <= at]
+    assert np.mean(wasted) < 0.3
+
+
+def test_adapts_when_costs_change() -> None:
+    """Catches a cost table that is measured once and believed for ever: the context grows, and wide verifies become
+    dear."""
+    clock = {"rows": 0.0}
+    world = World(lambda n: 10e-3 + (5e-5 + clock["rows"]) * n, MATH)
+    costs, budget = _native.CostTable(), _native.Budget(-1)
+    chosen: list[int] = []
+    for i in range(600):
+        if i == 300:
+            clock["rows"] = 4e-3
+        if costs.plain_known and not costs.measured:
+            costs.measure(world.seconds)
+        asked = budget.sources(TABLE, costs)
+        tree = world.draft(asked)
+        nodes = budget.choose(*tree.arrays, costs)
+        path, new = world.walk(tree, nodes, 0)
+        seconds = world.seconds(nodes)
+        costs.observe(nodes, seconds)
+        budget.observe(*tree.arrays, nodes, path, new, asked, 1e-3, 0.0, seconds, costs)
+        chosen.append(nodes)
+    assert np.mean(chosen[200:300]) > 10 and np.mean(chosen[500:]) < 6
+
+
+def test_each_source_is_judged_on_its_own() -> None:
+    """Catches a dear draft model that is kept because paths beside it are accepted, and paths that are given up with
+    it."""
+    for truth_of_table, expected in ((0.0, PATH), (0.6, TABLE | PATH)):
+        world = World(dense, MATH, draft_seconds=2e-3, path=[0.4] * 4, path_truth=0.4)
+        draft = world.draft
+
+        def scaled(asked: int, draft=draft, scale: float = truth_of_table):  # type: ignore[no-untyped-def]
+            tree = draft(asked)
+            tree.truth = [p * (scale if s == TABLE else 1.0) for p, s in zip(tree.truth, tree.source, strict=True)]
+            return tree
+
+        world.draft = scaled  # type: ignore[method-assign]
+        late = [asked for at, asked, _, _ in simulate(world, 1500).rounds if at > 700]
+        for bit in (TABLE, PATH):
+            share = np.mean([bool(asked & bit) for asked in late])
+            assert share > 0.9 if expected & bit else share < 0.2, (truth_of_table, bit, share)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# rules
+
+
+def test_fixed_budgets_are_fixed() -> None:
+    costs = _native.CostTable()
+    chain = ([1, 2, 3, 4], [-1, 0, 1, 2], [0, 1, 1, 1], [0.0, -9.0, -18.0, -27.0])
+    for fixed in (0, 1, 2, 3, 64):
+        budget = _native.Budget(fixed)
+        assert budget.sources(3, costs) == (0 if fixed == 0 else 3)
+        assert budget.choose(*chain, costs) == min(fixed, 3)
+
+
+def test_nothing_is_drafted_before_the_plain_cost_is_known() -> None:
+    """Catches a first round that is drafted, and costs that are measured, without knowing what fits half a second."""
+    costs, budget = _native.CostTable(), _native.Budget(-1)
+    assert budget.sources(3, costs) == 0
+    costs.observe(0, 0.01)
+    assert budget.sources(3, costs) == 3 and costs.plain_known and not costs.measured
+
+
+@pytest.mark.parametrize("plain", [1e-4, 0.01, 0.05, 0.2, 0.4, 3.0])
+def test_measuring_takes_at_most_half_a_second(plain: float) -> None:
+    """Catches a slow model whose first answer waits for seconds, and a fast one of which too little is measured."""
+    costs, spent, sizes = _native.CostTable(), [], []
+
+    def verify(nodes: int) -> float:
+        spent.append(plain * (1 + 0.3 * nodes))
+        sizes.append(nodes)
+        return spent[-1]
+
+    costs.observe(0, plain)
+    costs.measure(verify)
+    assert sum(spent) <= 0.5 and costs.measured
+    assert plain > 1e-4 or (set(sizes) == set(SIZES) and len(sizes) == 3 * len(SIZES))
+    assert plain > 0.01 or len(set(sizes)) >= 6
+    table = [costs.seconds(n) for n in range(65)]
+    assert table == sorted(table) and table[0] > 0
+    if plain <= 0.01:
+        for nodes in (1, 3, 8, 16):
+            assert table[nodes] == pytest.approx(plain * (1 + 0.3 * nodes), rel=0.15)
+
+
+def test_the_best_of_several_measurements_counts() -> None:
+    """Catches a table that keeps what other work on the machine added."""
+    costs, calls = _native.CostTable(), []
+
+    def verify(nodes: int) -> float:
+        calls.append(nodes)
+        return 1e-4 * (1 + nodes) * (5.0 if calls.count(nodes) == 1 else 1.0)
+
+    costs.measure(verify)
+    assert costs.seconds(8) == pytest.approx(9e-4)
+
+
+def test_costs_of_unmeasured_sizes_are_learned() -> None:
+    """Catches an extrapolated entry that no observation can correct."""
+    costs = _native.CostTable()
+    costs.observe(0, 1.0)
+    costs.measure(lambda nodes: 1.0)
+    assert costs.seconds(8) == pytest.approx(5.0)
+    for _ in range(40):
+        costs.observe(8, 1.5)
+    assert costs.seconds(8) == pytest.approx(1.5, rel=0.05) and costs.seconds(6) <= 1.6
+
+
+def test_one_outlier_moves_little() -> None:
+    """Catches a single hiccup that makes drafting look dear for a hundred rounds."""
+    costs = _native.CostTable()
+    costs.measure(lambda nodes: 1e-3 * (1 + nodes))
+    before = costs.seconds(4)
+    costs.observe(4, 10.0)
+    assert costs.seconds(4) < 1.2 * before
+
+
+def test_the_rule_of_the_margin() -> None:
+    """Catches a rule other than p_n > lambda * dC(n): one node of probability p pays where p > C(1) / C(0) - 1."""
+    for probability, pays in ((0.55, True), (0.45, False)):
+        costs, budget = _native.CostTable(), _native.Budget(-1)
+        costs.observe(0, 1e-3)
+        costs.measure(lambda nodes: 1e-3 if nodes == 0 else 1.5e-3 + 1e-3 * (nodes - 1))
+        budget.sources(TABLE, costs)
+        assert budget.choose([0, 1], [-1, 0], [0, 1], [0.0, np.log(probability)], costs) == int(pays)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (([0] * 66, [-1] + [0] * 65, [0] + [1] * 65, [0.0] * 66), "66"),
+        (([0, 1], [-1, 1], [0, 1], [0.0, -1.0]), "parent 1"),
+        (([0, 1], [-1, 0], [0, 4], [0.0, -1.0]), "source 4"),
+        (([0, 1], [-1], [0, 1], [0.0, -1.0]), "1 parents"),
+    ],
+)
+def test_impossible_trees_are_refused(tree: tuple[list, ...], words: str) -> None:
+    with pytest.raises(_native.Error, match=words):
+        _native.Budget(-1).choose(*tree, _native.CostTable())
