@@ -162,9 +162,10 @@ class _Reader:
             self.bad(f"dflash_config is {inner!r}; expected an object")
         # One name space: both places occur, and a field that stands in both must not contradict itself.
         for key, value in (inner or {}).items():
-            if key in self.left and self.left[key] != value:
-                self.bad(f"{key} is {self.left[key]!r}, but dflash_config.{key} is {value!r}")
-            self.left[key] = value
+            outer = self.left.get(key)
+            if value is not None and outer not in (None, value):
+                self.bad(f"{key} is {outer!r}, but dflash_config.{key} is {value!r}")
+            self.left[key] = outer if value is None else value
 
     def read(self) -> DraftConfig:
         self.check_architecture()

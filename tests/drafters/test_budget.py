@@ -115,7 +115,7 @@ def test_adapts_when_drafts_turn_good_and_bad_again() -> None:
     outcome = simulate(world, 2400)
     assert rate_between(outcome, 200, 600) < 1.1
     assert rate_between(outcome, 800, 1400) > 2.5
-    wasted = [nodes for at, _, nodes, _ in outcome.rounds if 1450 <= at]
+    wasted = [nodes for at, _, nodes, _ in outcome.rounds if at >= 1450]
     assert np.mean(wasted) < 0.3
 
 

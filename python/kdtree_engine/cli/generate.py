@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdtree_engine.cli import console, exits, run
@@ -65,13 +68,14 @@ def _generate(
 ) -> GenerationResult:
     """Generates, streaming to stdout unless JSON is wanted. An error of a step is in the result."""
     out = console.TextStream()
-    with console.token_progress("prompt") as progress:
+    with console.token_progress("prompt") as progress, _trace(engine, options) as on_round:
         generation = session.generate(
             prompt_tokens=prompt,
             logprobs=options.logprobs or 0,
             drafter=run.resolved_drafter(engine, options, prompt),
             budget=options.budget,
             on_prompt=progress,
+            on_round=on_round,
             **run.sampling(options),
         )
         interruption.cancel = session.native.cancel
@@ -88,6 +92,22 @@ def _generate(
     if generation.result is None:
         raise exits.Failure("the generation ended without a result")
     return generation.result
+
+
+@contextlib.contextmanager
+def _trace(engine: Engine, options: RunOptions) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+    """A function that writes a round to --trace's file; None without one."""
+    if options.trace is None:
+        yield None
+        return
+    from kdtree_engine.trace import TraceWriter
+
+    try:
+        writer = TraceWriter(Path(options.trace), engine.tokenizer)
+    except OSError as e:
+        raise exits.Failure(f"--trace {options.trace} cannot be written: {e.strerror or e}") from None
+    with writer:
+        yield writer.write
 
 
 def _piece(engine: Engine, event: Event) -> str:

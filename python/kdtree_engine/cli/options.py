@@ -51,7 +51,15 @@ Logprobs = Annotated[
 Drafter = Annotated[str, typer.Option(metavar="|".join(DRAFTERS), help="Who proposes the draft trees.")]
 DraftModel = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Trained drafter (none in this version).", show_default=False),
+    typer.Option(metavar="DIR", help="Folder of a DFlash draft model for MODEL.", show_default=False),
+]
+DraftOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="How to read what its config leaves open; may be repeated.",
+        show_default=False,
+    ),
 ]
 Budget = Annotated[str, typer.Option(metavar="auto|N", help=f"Draft nodes per round, 0 to {MAX_BUDGET}.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Where the model runs.")]
@@ -98,6 +106,10 @@ Thinking = Annotated[
     bool | None,
     typer.Option("--thinking/--no-thinking", help="Ask the template for it; left out: its own default."),
 ]
+Trace = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Write what each round did, one JSON object a line.", show_default=False),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -120,12 +132,15 @@ class RunOptions:
     ignore_eos: bool
     logprobs: int | None
     drafter: str
+    draft_model: str | None
+    draft_options: dict[str, str]
     budget: int | Literal["auto"]
     device: str
     precision: str
     threads: int
     context: int | None
     json: bool
+    trace: str | None = None
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, Any]) -> RunOptions:
@@ -158,12 +173,9 @@ class RunOptions:
             raise UsageProblem("--logprobs needs --json: plain text has no place for them")
         if a["drafter"] not in DRAFTERS:
             raise UsageProblem(f"--drafter is {a['drafter']!r}; it must be one of {', '.join(DRAFTERS)}")
-        draft_model = a.pop("draft_model")
-        if a["drafter"] == "dflash" or draft_model is not None:
-            named = f"--draft-model {draft_model}" if draft_model is not None else "--drafter dflash"
-            raise UsageProblem(
-                f"{named}: this version has no DFlash drafter; use --drafter auto, ngram or none"
-            )
+        if a["drafter"] == "dflash" and a["draft_model"] is None:
+            raise UsageProblem("--drafter dflash needs --draft-model DIR, the folder of its weights")
+        a["draft_options"] = _draft_options(a.pop("draft_option"), a["draft_model"])
         check_device(a["device"])
         check_precision(a["precision"])
         a["stop"] = list(a["stop"] or [])
@@ -187,6 +199,21 @@ def check_device(device: str) -> None:
 def check_precision(precision: str) -> None:
     if precision not in ("auto", "f32", "bf16"):
         raise UsageProblem(f"--precision is {precision!r}; it must be auto, f32 or bf16")
+
+
+def _draft_options(pairs: list[str] | None, draft_model: str | None) -> dict[str, str]:
+    """What DraftOptions.parse takes. Raises UsageProblem."""
+    if pairs and draft_model is None:
+        raise UsageProblem("--draft-option is about a draft model, and there is no --draft-model")
+    options: dict[str, str] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise UsageProblem(f"--draft-option is {pair!r}; write KEY=VALUE, for example block_size=rows")
+        if key in options:
+            raise UsageProblem(f"--draft-option {key} is given twice")
+        options[key] = value
+    return options
 
 
 def _budget(text: str) -> int | Literal["auto"]:

@@ -18,7 +18,8 @@ OWN_DRAFTS = "draft.tokens"
 
 
 def load(options: RunOptions) -> Engine:
-    """Loads the model with a progress bar. Raises EngineError."""
+    """Loads the model, and the draft model where there is one, with a progress bar. Raises EngineError."""
+    from kdtree_engine.draft_config import DraftOptions
     from kdtree_engine.engine import Engine
 
     with console.byte_progress(f"loading {options.model}") as progress:
@@ -29,6 +30,8 @@ def load(options: RunOptions) -> Engine:
             context=options.context,
             progress=progress,
             precision="" if options.precision == "auto" else options.precision,
+            draft_model=options.draft_model,
+            draft_options=DraftOptions.parse(options.draft_options),
         )
 
 
@@ -63,8 +66,9 @@ def prompt_tokens(engine: Engine, options: RunOptions, default: Callable[[], lis
 
 
 def resolved_drafter(engine: Engine, options: RunOptions, prompt: list[int]) -> str:
-    """The drafter's name, `auto` resolved: a bundle's draft tables fit its own prompt and no other."""
-    if options.drafter != "auto":
+    """The drafter's name, `auto` resolved: a draft model comes first (`auto` stays, which merges it with
+    n-gram lookup); a bundle's draft tables fit its own prompt and no other."""
+    if options.drafter != "auto" or options.draft_model is not None:
         return options.drafter
     return "replay" if OWN_DRAFTS in engine.recorded and prompt == own_prompt(engine) else "ngram"
 

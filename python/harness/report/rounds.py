@@ -1,0 +1,83 @@
+"""Reading a trace: one JSON object a line, checked before anything is drawn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCES = {0: "root", 1: "table", 2: "path", 3: "table and path"}
+
+
+class TraceError(Exception):
+    """A line that is no round; the message names file, line and field."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One verify. Lists hold one entry a node, in pop order, node 0 the root; the first `nodes` after it were
+    verified. `path`: rows accepted, root first; `emitted`: the target's token after each of them."""
+
+    number: int
+    position: int
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    sources: list[int]
+    probabilities: list[float]
+    nodes: int
+    path: list[int]
+    emitted: list[int]
+    seconds: dict[str, float]
+    text: list[str]  # of each node; its token id where the model has no text
+    emitted_text: list[str]
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+def read_trace(path: Path) -> list[Round]:
+    """The rounds of a trace. Raises OSError, and TraceError for a line that is not one."""
+    rounds = []
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # texts may hold other line ends
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{where} is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise TraceError(f"{where} is no object")
+        try:
+            rounds.append(_round(value))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{where} is no round: {error}") from None
+    return rounds
+
+
+def _round(v: dict[str, Any]) -> Round:
+    lists = {name: [int(x) for x in v[name]] for name in ("tokens", "parents", "depths", "sources", "path", "emitted")}
+    count = len(lists["tokens"])
+    probabilities = [float(p) for p in v["probabilities"]]
+    for name in ("parents", "depths", "sources"):
+        if len(lists[name]) != count:
+            raise ValueError(f"{name} has {len(lists[name])} entries, tokens {count}")
+    if len(probabilities) != count or count < 1:
+        raise ValueError(f"{len(probabilities)} probabilities of {count} nodes")
+    if any(not 0 <= p < i for i, p in enumerate(lists["parents"]) if i > 0):
+        raise ValueError("a node's parent does not come before it")
+    nodes = int(v["nodes"])
+    if not 0 <= nodes < count or any(not 0 <= row <= nodes for row in lists["path"]):
+        raise ValueError(f"{nodes} nodes verified of {count - 1}, path {lists['path']}")
+    return Round(
+        number=int(v["round"]),
+        position=int(v["position"]),
+        probabilities=probabilities,
+        nodes=nodes,
+        seconds={str(k): float(s) for k, s in v["seconds"].items()},
+        text=[str(t) for t in v.get("text", lists["tokens"])],
+        emitted_text=[str(t) for t in v.get("emitted_text", lists["emitted"])],
+        **lists,
+    )
