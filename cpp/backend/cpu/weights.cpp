@@ -25,13 +25,6 @@ bool finite_bits(uint32_t bits) {
     return (bits & 0x7F800000u) != 0x7F800000u;
 }
 
-float bf16_value(uint16_t half) {
-    const uint32_t bits = static_cast<uint32_t>(half) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 // Packs rows 4 * block .. of a source matrix with `in` columns; rows past the last are zeros.
 void pack_f32(const float* source, int out, int in, int block, uint8_t* to, Offender& offender) {
     const int units = (in + kLanes - 1) / kLanes;
@@ -115,6 +108,12 @@ void pack_w4(const uint32_t* source, int out, int in, int block, uint8_t* to) {
     }
 }
 
+// Whether 8 times a scale (the largest weight that it can make) is finite: its exponent leaves room for 3
+// more.
+bool usable_scale(uint32_t f32_bits) {
+    return (f32_bits & 0x7F800000u) < (252u << 23);
+}
+
 // Scales of a block, [unit, output, 4]; `size` bytes each.
 void pack_scales(const uint8_t* source, size_t size, int out, int in, int block, uint8_t* to,
                  Offender& offender) {
@@ -124,20 +123,23 @@ void pack_scales(const uint8_t* source, size_t size, int out, int in, int block,
     for (int o = 0; o < kBlockOutputs && block * kBlockOutputs + o < out; ++o) {
         const int row = block * kBlockOutputs + o;
         const uint8_t* from = source + static_cast<size_t>(row) * static_cast<size_t>(groups) * size;
+        bool usable = true;
         for (int g = 0; g < groups; ++g) {
-            float value;
+            uint32_t bits = 0;
             if (size == 4) {
-                std::memcpy(&value, from + static_cast<size_t>(g) * 4, 4);
-            } else {
+                std::memcpy(&bits, from + static_cast<size_t>(g) * 4, 4);
+            } else {  // a bf16 is the upper half of a float32
                 uint16_t half;
                 std::memcpy(&half, from + static_cast<size_t>(g) * 2, 2);
-                value = bf16_value(half);
+                bits = static_cast<uint32_t>(half) << 16;
             }
-            if (!std::isfinite(value * 8.0f)) offender.report(row);
-            std::memcpy(to + ((static_cast<size_t>(g / 4) * kBlockOutputs + static_cast<size_t>(o)) * 4 +
-                              static_cast<size_t>(g % 4)) *
-                                 size,
-                        from + static_cast<size_t>(g) * size, size);
+            usable &= usable_scale(bits);
+        }
+        if (!usable) offender.report(row);
+        for (int u = 0; u < units; ++u) {
+            const auto n = static_cast<size_t>(std::min(4, groups - 4 * u));
+            std::memcpy(to + (static_cast<size_t>(u) * kBlockOutputs + static_cast<size_t>(o)) * 4 * size,
+                        from + static_cast<size_t>(u) * 4 * size, n * size);
         }
     }
 }

@@ -78,10 +78,11 @@ class TextStream:
 
 
 def byte_progress(label: str) -> AbstractContextManager[Progress | None]:
-    """A progress bar in bytes on stderr; None (no calls at all) where stderr is no terminal."""
-    from rich.progress import DownloadColumn, TransferSpeedColumn
+    """A progress bar in bytes on stderr, with bytes per second and the time left; None (no calls at all) where
+    stderr is no terminal."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    return _bar(label, DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return _bar(label, DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
 
 
 def token_progress(label: str) -> AbstractContextManager[Progress | None]:

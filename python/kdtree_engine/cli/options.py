@@ -67,6 +67,12 @@ Precision = Annotated[
     str,
     typer.Option(metavar="auto|f32|bf16", help="Of matrix operands and cache; auto: bf16 on CUDA, f32 on CPU."),
 ]
+Rounding = Annotated[
+    str, typer.Option(metavar="exact|bf16", help="Of INT4 and fp8 weights; bf16 takes 16 bits a weight.")
+]
+LatentNormEps = Annotated[
+    float | None, typer.Option(metavar="E", help="Of q_a_layernorm and kv_a_layernorm.", show_default="1e-6")
+]
 Threads = Annotated[int, typer.Option(metavar="N", help="CPU threads; 0: one per core.")]
 Context = Annotated[
     int | None,
@@ -137,6 +143,8 @@ class RunOptions:
     budget: int | Literal["auto"]
     device: str
     precision: str
+    rounding: str
+    latent_norm_eps: float | None
     threads: int
     context: int | None
     json: bool
@@ -178,6 +186,7 @@ class RunOptions:
         a["draft_options"] = _draft_options(a.pop("draft_option"), a["draft_model"])
         check_device(a["device"])
         check_precision(a["precision"])
+        check_weights(a["rounding"], a["latent_norm_eps"])
         a["stop"] = list(a["stop"] or [])
         if any(not text for text in a["stop"]):
             raise UsageProblem("--stop is an empty text, which every output contains; leave it out")
@@ -214,6 +223,12 @@ def _draft_options(pairs: list[str] | None, draft_model: str | None) -> dict[str
             raise UsageProblem(f"--draft-option {key} is given twice")
         options[key] = value
     return options
+
+
+def check_weights(rounding: str, latent_norm_eps: float | None) -> None:
+    if rounding not in ("exact", "bf16"):
+        raise UsageProblem(f"--rounding is {rounding!r}; it must be exact or bf16")
+    within("--latent-norm-eps", latent_norm_eps, 1e-12, 1.0)
 
 
 def _budget(text: str) -> int | Literal["auto"]:

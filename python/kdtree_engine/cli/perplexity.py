@@ -7,10 +7,13 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kdtree_engine.cli import console, exits
 from kdtree_engine.cli import options as o
+
+if TYPE_CHECKING:
+    from kdtree_engine.checkpoint import Rounding
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Options:
     limit: int | None
     device: str
     precision: str
+    rounding: str
+    latent_norm_eps: float | None
     threads: int
     json: bool
 
@@ -45,6 +50,7 @@ class Options:
             )
         o.check_device(a["device"])
         o.check_precision(a["precision"])
+        o.check_weights(a["rounding"], a["latent_norm_eps"])
         return cls(**a)
 
 
@@ -61,6 +67,8 @@ def execute(options: Options) -> int:
             threads=options.threads,
             progress=progress,
             precision="" if options.precision == "auto" else options.precision,
+            rounding=cast("Rounding", options.rounding),
+            latent_norm_eps=options.latent_norm_eps,
         )
     started = time.perf_counter()
     with console.token_progress("scoring") as progress:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kdtree_engine.cli import console
 from kdtree_engine.cli.exits import Failure
 from kdtree_engine.cli.options import RunOptions
 
 if TYPE_CHECKING:
+    from kdtree_engine.checkpoint import Rounding
     from kdtree_engine.engine import Engine
 
 OWN_PROMPT = "prompt.tokens"  # of a bundle: int32 [n]
@@ -32,6 +33,8 @@ def load(options: RunOptions) -> Engine:
             precision="" if options.precision == "auto" else options.precision,
             draft_model=options.draft_model,
             draft_options=DraftOptions.parse(options.draft_options),
+            rounding=cast("Rounding", options.rounding),
+            latent_norm_eps=options.latent_norm_eps,
         )
 
 
