@@ -88,14 +88,16 @@ void pack_w4(const uint32_t* source, int out, int in, int block, uint8_t* to) {
         const int row = block * kBlockOutputs + o;
         for (int u = 0; u < units; ++u) {
             uint32_t nibbles[kLanes] = {};  // of 128 inputs, as files store them
-            uint32_t used = 0;              // words of them that exist
             if (row < out) {
-                used = static_cast<uint32_t>(std::min(kUnit, in - u * kUnit)) / 8;
-                std::memcpy(nibbles,
-                            source + (static_cast<size_t>(row) * in + static_cast<size_t>(u) * kUnit) / 8,
-                            used * size_t{4});
+                const uint32_t* from =
+                    source + (static_cast<size_t>(row) * in + static_cast<size_t>(u) * kUnit) / 8;
+                const int used = std::min(kUnit, in - u * kUnit) / 8;  // words that exist
+                if (used == kLanes)
+                    std::memcpy(nibbles, from, sizeof nibbles);  // of a size that the compiler knows
+                else
+                    std::memcpy(nibbles, from, static_cast<size_t>(used) * 4);
+                for (int w = 0; w < used; ++w) nibbles[w] ^= 0x88888888u;  // offset 8 to two's complement
             }
-            for (uint32_t w = 0; w < used; ++w) nibbles[w] ^= 0x88888888u;  // offset 8 to two's complement
             uint32_t words[kLanes];
             for (int j = 0; j < 8; ++j) {
                 words[j] = nibbles[2 * j];
@@ -137,9 +139,12 @@ void pack_scales(const uint8_t* source, size_t size, int out, int in, int block,
         }
         if (!usable) offender.report(row);
         for (int u = 0; u < units; ++u) {
+            uint8_t* unit = to + (static_cast<size_t>(u) * kBlockOutputs + static_cast<size_t>(o)) * 4 * size;
             const auto n = static_cast<size_t>(std::min(4, groups - 4 * u));
-            std::memcpy(to + (static_cast<size_t>(u) * kBlockOutputs + static_cast<size_t>(o)) * 4 * size,
-                        from + static_cast<size_t>(u) * 4 * size, n * size);
+            if (n == 4 && size == 2)
+                std::memcpy(unit, from + static_cast<size_t>(u) * 8, 8);
+            else
+                std::memcpy(unit, from + static_cast<size_t>(u) * 4 * size, n * size);
         }
     }
 }
