@@ -342,7 +342,10 @@ void bench_small(Bench& bench, int hidden, int experts, int top_k, int vocab) {
         int32_t* ids = bench.array(std::vector<int32_t>(static_cast<size_t>(m * 64), 0));
         float* weight = bench.floats(static_cast<size_t>(m * 64));
         report(format("rms_norm %d", hidden), m,
-               bench.time(40, [&](int) { bench.b.rms_norm({{m, live}, x, hidden, norm, 1e-6f, hidden, y}); }),
+               bench.time(40,
+                          [&](int) {
+                              bench.b.rms_norm({{m, live}, x, hidden, norm, 1e-6f, hidden, y});
+                          }),
                0);
         report(format("route %d experts, hidden %d", experts, hidden), m,
                bench.time(40,
@@ -369,11 +372,23 @@ void bench_small(Bench& bench, int hidden, int experts, int top_k, int vocab) {
         const SampleParams* g = bench.array(std::vector<SampleParams>{greedy});
         const SampleParams* f = bench.array(std::vector<SampleParams>{filtered});
         report(format("select greedy, vocabulary %d", vocab), m,
-               bench.time(10, [&](int) { bench.b.select({{m, live}, logits, vocab, position, g, ids}); }), 0);
+               bench.time(10,
+                          [&](int) {
+                              bench.b.select({{m, live}, logits, vocab, position, g, ids});
+                          }),
+               0);
         report(format("select top-k 50, top-p, vocabulary %d", vocab), m,
-               bench.time(4, [&](int) { bench.b.select({{m, live}, logits, vocab, position, f, ids}); }), 0);
+               bench.time(4,
+                          [&](int) {
+                              bench.b.select({{m, live}, logits, vocab, position, f, ids});
+                          }),
+               0);
         report(format("top_k 16, vocabulary %d", vocab), m,
-               bench.time(4, [&](int) { bench.b.top_k({{m, live}, logits, vocab, 16, ids, weight}); }), 0);
+               bench.time(4,
+                          [&](int) {
+                              bench.b.top_k({{m, live}, logits, vocab, 16, ids, weight});
+                          }),
+               0);
         bench.clear();
     }
 }
@@ -401,16 +416,38 @@ void bench_tree(Bench& bench) {
     build.proposal.table_width = width;
     build.budget = 64;
     build.max_depth = 64;
+    build.vocab = INT32_MAX;
     build.root = ints(1);
     build.tree = tree;
     report("build_tree, 64 nodes, depth 15", 65, bench.time(50, [&](int) { bench.b.build_tree(build); }), 0);
+    const int paths = 8;
+    std::vector<int32_t> steps;
+    std::vector<float> step_logp;
+    for (int q = 0; q < paths; ++q)
+        for (int d = 0; d < kMaxDepth; ++d) {
+            steps.push_back(100 * d + (q + d) % 5);
+            step_logp.push_back(-0.2f - 0.05f * static_cast<float>((q * d) % 7));
+        }
+    BuildTreeArgs merged = build;
+    merged.proposal.path_count = bench.array(std::vector<int32_t>{paths});
+    merged.proposal.path_length = bench.array(std::vector<int32_t>(paths, 20));
+    merged.proposal.path_token = bench.array(steps);
+    merged.proposal.path_logp = bench.array(step_logp);
+    merged.proposal.max_paths = paths;
+    report("build_tree, 64 nodes, depth 15, 8 paths", 65,
+           bench.time(50, [&](int) { bench.b.build_tree(merged); }), 0);
+    bench.b.build_tree(build);
     RowBatch batch{ints(kMaxTreeRows), ints(kMaxTreeRows), ints(kMaxTreeRows),
                    ints(kMaxTreeRows), ints(kMaxTreeRows), ints(kMaxTreeRows * kMaxAncestors)};
     int32_t* live = ints(1);
     const int32_t* nodes = bench.scalar(64);
     int32_t *sequence = ints(1), *start = ints(1);
     report("tree_rows", 65,
-           bench.time(50, [&](int) { bench.b.tree_rows({tree, nodes, sequence, start, batch, live}); }), 0);
+           bench.time(50,
+                      [&](int) {
+                          bench.b.tree_rows({tree, nodes, sequence, start, batch, live});
+                      }),
+           0);
     AcceptArgs accept{};
     accept.tree = tree;
     accept.live = live;

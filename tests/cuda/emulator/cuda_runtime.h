@@ -38,6 +38,9 @@ struct uint2 {
 struct uint4 {
     unsigned x, y, z, w;
 };
+struct int4 {
+    int x, y, z, w;
+};
 struct float2 {
     float x, y;
 };
@@ -129,6 +132,16 @@ inline void do_max(const Warp& w) {
     for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], &greatest, 4);
 }
 
+inline void do_min(const Warp& w) {
+    uint32_t least = 0xFFFFFFFFu;
+    for (int l = 0; l < 32; ++l) {
+        uint32_t x;
+        std::memcpy(&x, w.in[l], 4);
+        if ((w.present >> l & 1) && x < least) least = x;
+    }
+    for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], &least, 4);
+}
+
 inline void do_nothing(const Warp&) {}
 
 }  // namespace kdt_emulator
@@ -171,6 +184,10 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
     return kdt_emulator::collective<unsigned, unsigned>(kdt_emulator::do_max, x);
 }
 
+inline unsigned __reduce_min_sync(unsigned, unsigned x) {
+    return kdt_emulator::collective<unsigned, unsigned>(kdt_emulator::do_min, x);
+}
+
 inline float __uint_as_float(unsigned x) {
     float y;
     std::memcpy(&y, &x, 4);
@@ -185,6 +202,19 @@ inline long long __double_as_longlong(double x) {
     long long y;
     std::memcpy(&y, &x, 8);
     return y;
+}
+inline double __hiloint2double(int high, int low) {
+    const unsigned long long bits =
+        static_cast<unsigned long long>(static_cast<unsigned>(high)) << 32 | static_cast<unsigned>(low);
+    double x;
+    std::memcpy(&x, &bits, 8);
+    return x;
+}
+inline int __double2hiint(double x) {
+    return static_cast<int>(__double_as_longlong(x) >> 32);
+}
+inline int __double2loint(double x) {
+    return static_cast<int>(__double_as_longlong(x));
 }
 inline unsigned long long __float2ull_rn(float x) {
     return static_cast<unsigned long long>(std::nearbyint(x));

@@ -17,18 +17,21 @@ struct Draft {
 };
 
 // `flaw`: 0 a proper table; 1 ties; 2 NaN, infinities and disorder; 3 repeated and negative tokens; 4 all of
-// them.
+// them; 5 every weight the same (zero at times), so that rank paths decide everything; 6 weights that agree
+// in their upper 32 bits.
 Draft random_draft(Random& random, int flaw) {
     Draft d;
     d.depth = random.below(6) == 0 ? 0 : random.between(1, kMaxTableDepth);
     d.width = random.below(4) == 0 ? kMaxTableWidth : random.between(1, 40);
-    d.paths = random.below(3) == 0 ? 0 : random.between(1, 12);
-    const int vocab = flaw >= 3 ? 6 : 200;
+    d.paths = random.below(2) == 0 ? 0 : random.below(8) == 0 ? 128 : random.between(1, 12);
+    const int vocab = flaw == 3 || flaw == 4 ? 6 : 200;
     for (int i = 0; i < d.depth; ++i) {
         std::vector<float> row;
         for (int r = 0; r < d.width; ++r) {
             float v = static_cast<float>(std::log(random.unit() + 1e-9));
             if (flaw == 1 || flaw == 4) v = -std::ceil(-v * 2.0f) / 2.0f;
+            if (flaw == 5) v = i % 3 == 2 ? -0.0f : -1.0f;
+            if (flaw == 6) v = -1.0f - 0x1p-22f * static_cast<float>(random.below(4));
             row.push_back(v);
         }
         std::sort(row.rbegin(), row.rend());
@@ -38,7 +41,7 @@ Draft random_draft(Random& random, int flaw) {
             int32_t token = ids[static_cast<size_t>(r)];
             if ((flaw == 2 || flaw == 4) && random.below(20) == 0)
                 v = random.below(3) == 0 ? NAN : random.below(2) ? -INFINITY : 0.5f;
-            if (flaw >= 3) token = random.below(vocab) - (random.below(30) == 0 ? vocab : 0);
+            if (flaw == 3 || flaw == 4) token = random.below(vocab) - (random.below(30) == 0 ? vocab : 0);
             d.token.push_back(token);
             d.logp.push_back(v);
         }
@@ -83,7 +86,7 @@ struct DeviceTree {
     }
 };
 
-Tree build_on_device(Backend& b, const Draft& d, int budget, int max_depth, int32_t root) {
+Tree build_on_device(Backend& b, const Draft& d, int budget, int max_depth, int32_t root, int vocab) {
     const Device<int32_t> depth = scalar(b, static_cast<size_t>(d.depth)),
                           paths = scalar(b, static_cast<size_t>(d.paths));
     const Device<int32_t> droot = scalar(b, static_cast<size_t>(root));
@@ -102,6 +105,7 @@ Tree build_on_device(Backend& b, const Draft& d, int budget, int max_depth, int3
     args.proposal.max_paths = d.paths;
     args.budget = budget;
     args.max_depth = max_depth;
+    args.vocab = vocab;
     args.root = droot.data();
     args.tree = tree.arrays();
     b.build_tree(args);
@@ -120,26 +124,28 @@ Tree build_on_device(Backend& b, const Draft& d, int budget, int max_depth, int3
     return t;
 }
 
-Tree build_on_host(const Draft& d, int budget, int max_depth, int32_t root) {
+Tree build_on_host(const Draft& d, int budget, int max_depth, int32_t root, int vocab = INT32_MAX) {
     const DraftTable table{d.depth, d.width, d.token.data(), d.logp.data()};
     const DraftPaths paths{d.paths, kMaxDepth, d.length.data(), d.path_token.data(), d.path_logp.data()};
-    return build_tree(root, table, paths, {budget, max_depth});
+    return build_tree(root, table, paths, {budget, max_depth, vocab});
 }
 
 }  // namespace
 
-// Another pop order, ties resolved otherwise, weights summed in another order, sources forgotten.
+// Another pop order, ties resolved otherwise, weights summed in another order, sources forgotten, a token
+// outside the vocabulary taken.
 KDT_CASE(build_tree_equals_the_host) {
     Random random(51);
     Backend& b = backend("bf16");
     int nodes = 0;
-    for (int i = 0; i < (options().small ? 150 : 400); ++i) {
-        const Draft d = random_draft(random, i % 5);
-        const int budget = i % 7 == 0 ? kMaxNodes : random.below(kMaxNodes + 1);
+    for (int i = 0; i < (options().small ? 280 : 700); ++i) {
+        const Draft d = random_draft(random, i % 7);
+        const int budget = i % 4 == 0 ? kMaxNodes : random.below(kMaxNodes + 1);
         const int max_depth = i % 3 == 0 ? kMaxDepth : random.below(20);
         const int32_t root = random.below(1000);
-        const Tree wanted = build_on_host(d, budget, max_depth, root),
-                   got = build_on_device(b, d, budget, max_depth, root);
+        const int vocab = i % 5 == 0 ? random.between(4, 190) : INT32_MAX;
+        const Tree wanted = build_on_host(d, budget, max_depth, root, vocab),
+                   got = build_on_device(b, d, budget, max_depth, root, vocab);
         const std::string what = format("draft %d, budget %d, depth limit %d", i, budget, max_depth);
         expect_same<int32_t>({got.count}, {wanted.count}, what + ", count");
         expect_same(got.token, wanted.token, what + ", token");
