@@ -17,6 +17,19 @@ class ReplayedCalls final : public Graph {
 
 }  // namespace
 
+size_t matrix_bytes(const Weight& weight) {
+    const size_t n = static_cast<size_t>(weight.out) * static_cast<size_t>(weight.in);
+    switch (weight.kind) {
+        case WeightKind::f32:
+            return n * 4;
+        case WeightKind::bf16:
+            return n * 2;
+        case WeightKind::w4a16:
+            return n / 2 + n / kGroupSize * dtype_size(weight.scale_dtype);
+    }
+    return 0;
+}
+
 std::unique_ptr<Graph> Backend::record(std::function<void()> ops) {
     return std::make_unique<ReplayedCalls>(std::move(ops));
 }

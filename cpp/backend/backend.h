@@ -54,6 +54,9 @@ struct Weight {
     explicit operator bool() const { return data != nullptr; }
 };
 
+// Bytes of a matrix's values and scales, without what a layout adds.
+size_t matrix_bytes(const Weight& weight);
+
 // The routed experts of one layer. `table` is whatever the backend built from them in `make_experts`.
 struct ExpertSet {
     int count = 0;
@@ -413,6 +416,10 @@ class Backend {
     virtual void synchronize() = 0;
     // Bytes that `allocate` can still hand out, as far as the device tells.
     virtual size_t memory_available() const { return SIZE_MAX; }
+    // For reports, never for results. Bytes per second at which `bytes` of fresh device memory are read once,
+    // the fastest of `passes`; the size of the last cache in front of that memory, 0 where it is not known.
+    virtual double read_rate(size_t bytes, int passes) = 0;
+    virtual size_t last_level_cache() const = 0;
     // Records the ops that `ops` issues; nothing runs before `launch`. The default keeps the calls and makes
     // them again; a device with graphs captures them. `ops` must outlive nothing: it is copied.
     virtual std::unique_ptr<Graph> record(std::function<void()> ops);

@@ -16,6 +16,7 @@
 #include "bind/arrays.h"
 #include "bind/bind.h"
 #include "core/error.h"
+#include "engine/footprint.h"
 #include "engine/session.h"
 #include "model/rope.h"
 
@@ -125,6 +126,36 @@ void bind_builder(nb::module_& m) {
             },
             "Of the draft model that was loaded beside the target; None where there is none.")
         .def_prop_ro("weight_bytes", [](const Engine& e) { return e.backend().weight_bytes(); })
+        .def_prop_ro(
+            "footprint",
+            [](const Engine& e) {
+                const Footprint f = footprint(e);
+                nb::dict d;
+                d["dense"] = f.dense;
+                d["head"] = f.head;
+                d["embed_row"] = f.embed_row;
+                d["expert"] = f.expert;
+                d["position"] = f.position;
+                d["experts"] = f.experts;
+                d["top_k"] = f.top_k;
+                d["moe_layers"] = f.moe_layers;
+                return d;
+            },
+            "Bytes that a forward reads: dense (once), head (where logits are wanted), embed_row (each row), "
+            "expert (one expert of every MoE layer; top_k of them for one row), position (latents of one "
+            "position in all layers).")
+        .def_prop_ro(
+            "last_level_cache", [](const Engine& e) { return e.backend().last_level_cache(); },
+            "Bytes of the last cache in front of the device's memory; 0 where it is not known.")
+        .def(
+            "read_rate",
+            [](const Engine& e, size_t bytes, int passes) {
+                nb::gil_scoped_release release;
+                return e.backend().read_rate(bytes, passes);
+            },
+            "bytes"_a, "passes"_a = 5,
+            "Bytes per second at which that many bytes of device memory are read, the fastest of some "
+            "passes.")
         .def_prop_ro(
             "rope_inverse_frequencies",
             [](const Engine& e) {

@@ -242,6 +242,8 @@ ModelWeights WeightLoader::finish() {
     for (int i = 0; i < config_.num_hidden_layers; ++i) {
         if (!config_.is_moe(i)) continue;
         const LayerExperts& e = experts_[i];
+        weights_.layers[i].expert_bytes =
+            matrix_bytes(e.gate[0]) + matrix_bytes(e.up[0]) + matrix_bytes(e.down[0]);
         weights_.layers[i].experts =
             backend_.make_experts(e.gate, e.up, e.down, "model.layers." + std::to_string(i) + ".mlp.experts");
     }

@@ -27,6 +27,7 @@ struct LayerWeights {
     Weight router;                       // MoE layer: [experts, hidden]
     const float* router_bias = nullptr;  // [experts]; none for softmax_greedy
     ExpertSet experts;
+    size_t expert_bytes = 0;  // of one routed expert: codes and scales of its three matrices
     Weight shared_gate, shared_up, shared_down;  // one MLP of n_shared_experts * moe_intermediate
 };
 

@@ -21,18 +21,18 @@ def test_version_and_help() -> None:
     assert text.code == 0 and all(verb in text.out for verb in ("generate", "verify", "inspect", "doctor"))
 
 
-@pytest.mark.parametrize("command", ["generate", "verify", "chat", "perplexity", "convert", "inspect"])
+@pytest.mark.parametrize("command", ["generate", "verify", "chat", "perplexity", "bench", "convert", "inspect"])
 def test_documented_options_exist(command: str) -> None:
     """Catches an option that docs/cli.md promises and the command does not have, and the other way round."""
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     tables = [
         part for part in text.split("\n## ") if part.startswith("Options of") and f"`{command}`" in part.split("\n")[0]
     ]
-    rows = [line.split("|")[1] for table in tables for line in table.splitlines() if line.startswith("| `--")]
-    documented = {option for row in rows for option in re.findall(r"`(--[a-z0-9-]+)", row)}
+    rows = [line.split("|")[1] for table in tables for line in table.splitlines() if line.startswith("| `-")]
+    documented = {option for row in rows for option in re.findall(r"`(?:-\w, )?(--[a-z0-9-]+)", row)}
     shown = set()
     for line in kdtree(command, "--help", COLUMNS="200").out.splitlines():
-        if line.startswith("  --"):
+        if re.match(r"  (-\w, )?--", line):
             shown |= {option for option in re.findall(r"--[a-z0-9-]+", line.split("  ")[1])}
     assert shown - {"--help"} == documented
 

@@ -2,8 +2,13 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <map>
+#include <string>
 #include <thread>
 
 #include "backend/cpu/cpu_backend.h"
@@ -20,6 +25,12 @@ namespace cpu {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+
+size_t total(const std::map<std::string, size_t>& sizes) {
+    size_t sum = 0;
+    for (const auto& [name, size] : sizes) sum += size;
+    return sum;
+}
 
 int choose_threads(int wanted) {
     if (wanted < 0 || wanted > kMaxThreads)
@@ -111,6 +122,50 @@ double CpuBackend::stream_sum(const float* x, size_t n) {
     double total = 0.0;
     for (double sum : sums) total += sum;
     return total;
+}
+
+double CpuBackend::read_rate(size_t bytes, int passes) {
+    const size_t n = std::max<size_t>(1, bytes / sizeof(float));
+    const Array<float> x(n, "a buffer to read");
+    std::fill_n(x.data(), n, 1.0f);
+    double best = 0.0;
+    for (int i = 0; i < std::max(1, passes); ++i) {
+        const auto began = std::chrono::steady_clock::now();
+        const volatile double sum = stream_sum(x.data(), n);
+        static_cast<void>(sum);
+        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+        best = std::max(best, static_cast<double>(n * sizeof(float)) / std::max(seconds.count(), 1e-9));
+    }
+    return best;
+}
+
+// Caches of the highest level, each instance once: Linux names the processors that share it. sysconf is of no
+// use, it reports the whole socket's to a virtual machine.
+size_t CpuBackend::last_level_cache() const {
+    int highest = 0;
+    std::map<std::string, size_t> instances;
+    for (int cpu = 0; cpu < 4096; ++cpu) {
+        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/cache/index";
+        for (int index = 0; index < 8; ++index) {
+            const auto read = [&](const char* name) {
+                std::ifstream file(folder + std::to_string(index) + "/" + name);
+                std::string text;
+                std::getline(file, text);
+                return text;
+            };
+            const std::string level = read("level"), type = read("type"), size = read("size");
+            if (level.empty()) {
+                if (index == 0) return total(instances);
+                break;
+            }
+            if (type == "Instruction" || std::atoi(level.c_str()) < highest) continue;
+            if (std::atoi(level.c_str()) > highest) instances.clear();
+            highest = std::atoi(level.c_str());
+            const size_t unit = size.ends_with('K') ? 1024 : size.ends_with('M') ? 1024 * 1024 : 1;
+            instances[read("shared_cpu_list")] = std::strtoull(size.c_str(), nullptr, 10) * unit;
+        }
+    }
+    return total(instances);
 }
 
 void CpuBackend::embed(const EmbedArgs& args) {

@@ -43,6 +43,8 @@ class CpuBackend final : public Backend {
     void fill(void* device, int byte, size_t bytes) override;
     void synchronize() override {}
     size_t memory_available() const override { return available_memory(); }
+    double read_rate(size_t bytes, int passes) override;
+    size_t last_level_cache() const override;
 
     Weight upload_matrix(const HostMatrix& matrix, const std::string& name) override;
     const float* upload_vector(std::span<const float> values, const std::string& name) override;

@@ -49,6 +49,8 @@ class CudaBackend final : public Backend {
     void fill(void* device, int byte, size_t bytes) override;
     void synchronize() override;
     size_t memory_available() const override;
+    double read_rate(size_t bytes, int passes) override;
+    size_t last_level_cache() const override;
     std::unique_ptr<Graph> record(std::function<void()> ops) override;
 
     Weight upload_matrix(const HostMatrix& matrix, const std::string& name) override;

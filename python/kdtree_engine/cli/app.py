@@ -160,6 +160,37 @@ def verify(
 
 
 @app.command()
+def bench(
+    model: o.Model = None,
+    n_prompt: o.NPrompt = "512",
+    n_gen: o.NGen = "128",
+    n_depth: o.NDepth = None,
+    repetitions: o.Repetitions = 5,
+    prompt_file: o.PromptFile = None,
+    drafter: o.Drafter = "auto",
+    draft_model: o.DraftModel = None,
+    draft_option: o.DraftOption = None,
+    budget: o.Budgets = "auto",
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    rounding: o.Rounding = "exact",
+    latent_norm_eps: o.LatentNormEps = None,
+    threads: o.Threads = 0,
+    format: o.Format = "md",
+) -> int:
+    """Measure tokens per second: prompts, plain decoding, decoding with draft trees.
+
+    The columns are llama-bench's, and the accepted length, bytes read and how much of the memory's own rate
+    that is. A figure above what the memory gives is an error.
+    """
+    arguments = dict(locals())
+    from kdtree_engine.cli import bench as command
+
+    with Interruptible():
+        return command.execute(command.Options.from_arguments(arguments))
+
+
+@app.command()
 def perplexity(
     model: o.Model = None,
     text: o.Text = None,

@@ -42,7 +42,7 @@ def execute(as_json: bool) -> int:
 
 def collect() -> dict[str, Any]:
     """The whole report as plain data."""
-    cpu = _cpu()
+    cpu = cpu_report()
     gpu = dict(_native.gpu_report())
     usable = next((i for i, g in enumerate(gpu["gpus"]) if g["compiled_for"]), None)
     return {
@@ -68,7 +68,7 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _cpu() -> dict[str, Any]:
+def cpu_report() -> dict[str, Any]:
     model, flags = platform.processor() or platform.machine(), set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

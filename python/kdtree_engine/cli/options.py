@@ -116,6 +116,23 @@ Trace = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write what each round did, one JSON object a line.", show_default=False),
 ]
+NPrompt = Annotated[
+    str, typer.Option("--n-prompt", "-p", metavar="N,N", help="Tests of prompts of N tokens; 0: none.")
+]
+NGen = Annotated[str, typer.Option("--n-gen", "-n", metavar="N,N", help="Tests that generate N tokens; 0: none.")]
+NDepth = Annotated[
+    str | None,
+    typer.Option(
+        "--n-depth", "-d", metavar="N,N", help="Tokens that lie before a test.", show_default="0, or the prompt"
+    ),
+]
+Repetitions = Annotated[int, typer.Option("--repetitions", "-r", metavar="N", help="Runs of each test.")]
+Budgets = Annotated[
+    str, typer.Option("--budget", metavar="auto|N,...", help=f"Draft nodes per round, 0 to {MAX_BUDGET}; a test each.")
+]
+Format = Annotated[
+    str, typer.Option("--format", "-o", metavar="md|csv|json|jsonl", help="Of the results on stdout.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -179,18 +196,15 @@ class RunOptions:
             )
         if a["logprobs"] is not None and not a["json"]:
             raise UsageProblem("--logprobs needs --json: plain text has no place for them")
-        if a["drafter"] not in DRAFTERS:
-            raise UsageProblem(f"--drafter is {a['drafter']!r}; it must be one of {', '.join(DRAFTERS)}")
-        if a["drafter"] == "dflash" and a["draft_model"] is None:
-            raise UsageProblem("--drafter dflash needs --draft-model DIR, the folder of its weights")
-        a["draft_options"] = _draft_options(a.pop("draft_option"), a["draft_model"])
+        check_drafter(a["drafter"], a["draft_model"])
+        a["draft_options"] = draft_options(a.pop("draft_option"), a["draft_model"])
         check_device(a["device"])
         check_precision(a["precision"])
         check_weights(a["rounding"], a["latent_norm_eps"])
         a["stop"] = list(a["stop"] or [])
         if any(not text for text in a["stop"]):
             raise UsageProblem("--stop is an empty text, which every output contains; leave it out")
-        a["budget"] = _budget(a["budget"])
+        a["budget"] = check_budget(a["budget"])
         a["prompt"], a["prompt_tokens"] = _prompt(a["prompt"], a.pop("prompt_file"), a["prompt_tokens"])
         return cls(**a)
 
@@ -210,7 +224,14 @@ def check_precision(precision: str) -> None:
         raise UsageProblem(f"--precision is {precision!r}; it must be auto, f32 or bf16")
 
 
-def _draft_options(pairs: list[str] | None, draft_model: str | None) -> dict[str, str]:
+def check_drafter(drafter: str, draft_model: str | None) -> None:
+    if drafter not in DRAFTERS:
+        raise UsageProblem(f"--drafter is {drafter!r}; it must be one of {', '.join(DRAFTERS)}")
+    if drafter == "dflash" and draft_model is None:
+        raise UsageProblem("--drafter dflash needs --draft-model DIR, the folder of its weights")
+
+
+def draft_options(pairs: list[str] | None, draft_model: str | None) -> dict[str, str]:
     """What DraftOptions.parse takes. Raises UsageProblem."""
     if pairs and draft_model is None:
         raise UsageProblem("--draft-option is about a draft model, and there is no --draft-model")
@@ -231,7 +252,7 @@ def check_weights(rounding: str, latent_norm_eps: float | None) -> None:
     within("--latent-norm-eps", latent_norm_eps, 1e-12, 1.0)
 
 
-def _budget(text: str) -> int | Literal["auto"]:
+def check_budget(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     try:

@@ -290,6 +290,7 @@ struct cudaDeviceProp {
     char name[64];
     int major, minor, multiProcessorCount;
     size_t totalGlobalMem;
+    int l2CacheSize;
 };
 constexpr unsigned cudaStreamNonBlocking = 1;
 

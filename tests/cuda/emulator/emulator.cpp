@@ -375,7 +375,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
-    *properties = {"emulated GPU", 9, 0, 1, size_t{8} << 30};
+    *properties = {"emulated GPU", 9, 0, 1, size_t{8} << 30, 50 << 20};
     return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {

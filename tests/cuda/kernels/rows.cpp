@@ -19,6 +19,15 @@ std::vector<int> widths() {
 
 }  // namespace
 
+// A rate of a buffer that was not read, and a size of the L2 in other units.
+KDT_CASE(read_rate_and_cache) {
+    Backend& b = backend("bf16");
+    const size_t cache = b.last_level_cache();
+    if (cache < (size_t{1} << 20) || cache > (size_t{1} << 32)) failed("the L2 has %zu bytes", cache);
+    const double rate = b.read_rate(options().small ? size_t{1} << 20 : size_t{1} << 30, 2);
+    if (!(rate > 1e3 && rate < 1e14)) failed("memory is read at %g bytes per second", rate);
+}
+
 // A wrong row or column of the embedding table, in either type.
 KDT_CASE(embed_copies_rows) {
     Random random(11);
