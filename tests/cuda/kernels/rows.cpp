@@ -26,6 +26,7 @@ KDT_CASE(read_rate_and_cache) {
     if (cache < (size_t{1} << 20) || cache > (size_t{1} << 32)) failed("the L2 has %zu bytes", cache);
     const double rate = b.read_rate(options().small ? size_t{1} << 20 : size_t{1} << 30, 2);
     if (!(rate > 1e3 && rate < 1e14)) failed("memory is read at %g bytes per second", rate);
+    count_checks(2);
 }
 
 // A wrong row or column of the embedding table, in either type.
