@@ -230,27 +230,29 @@ class Group(NamedTuple):
 def groups(stored: Iterable[Stored]) -> Iterator[Group]:
     """The tensors, grouped, in the order of their first appearance."""
     modules: dict[str, tuple[str, list[int]]] = {}  # the numbers of a module, and its name without them
-    found: dict[tuple[str, str, str, tuple[int, ...]], list[Any]] = {}
+    found: dict[tuple[str, str, str, tuple[int, ...]], list[Any]] = {}  # bytes; numbers of each tensor
     for name, dtype, shape, nbytes in stored:
         module, _, kind = name.rpartition(".")
         known = modules.get(module)
         if known is None:
             parts = module.split(".")
-            numbers = [int(part) for part in parts if part.isdecimal()]
-            known = ".".join(["\0" if part.isdecimal() else part for part in parts]), numbers
+            at = [i for i, part in enumerate(parts) if part.isdecimal()]
+            numbers = [int(parts[i]) for i in at]
+            for i in at:
+                parts[i] = "\0"
+            known = ".".join(parts), numbers
             modules[module] = known
         pattern, numbers = known
         key = (pattern, kind, dtype, shape)
         seen = found.get(key)
         if seen is None:
-            found[key] = [1, nbytes, numbers, numbers]
+            found[key] = [nbytes, [numbers]]
             continue
-        seen[0] += 1
-        seen[1] += nbytes
-        if numbers != seen[3]:
-            seen[2] = list(map(min, seen[2], numbers))
-            seen[3] = list(map(max, seen[3], numbers))
-    for (pattern, kind, dtype, shape), (count, nbytes, least, most) in found.items():
-        ranges = (str(a) if a == b else f"{{{a}-{b}}}" for a, b in zip(least, most, strict=True))
+        seen[0] += nbytes
+        seen[1].append(numbers)
+    for (pattern, kind, dtype, shape), (nbytes, all_numbers) in found.items():
+        count = len(all_numbers)
+        spans = ((min(places), max(places)) for places in zip(*all_numbers, strict=True))
+        ranges = (str(a) if a == b else f"{{{a}-{b}}}" for a, b in spans)
         name = "".join(next(ranges) if c == "\0" else c for c in pattern)
         yield Group(f"{name}.{kind}" if name else kind, dtype, shape, count, nbytes)
