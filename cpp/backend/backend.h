@@ -309,13 +309,18 @@ struct AcceptArgs {  // walk from the root while the target's token is a child; 
     int32_t* emitted;           // [kMaxTreeRows] out: the token after each of them
 };
 
-struct CommitArgs {         // scratch latents of rows[j] -> position start + j of the sequence, for one layer
-    const int32_t* length;  // scalar: rows to keep
-    const int32_t* path;    // [kMaxTreeRows] scratch rows
-    const int32_t* start;   // scalar: first position
+// Scratch latents of path[j] -> position start + j of the sequence, in every layer. The layers' caches lie at
+// a constant distance and share the page table.
+struct CommitArgs {
+    const int32_t* length;    // scalar: rows to keep
+    const int32_t* path;      // [kMaxTreeRows] scratch rows
+    const int32_t* start;     // scalar: first position
     const int32_t* sequence;  // scalar: row of the page table
     int width;                // latent + rope
-    LatentCache cache;
+    LatentCache cache;        // of the first layer
+    int layers;
+    size_t page_distance;     // bytes from one layer's pages to the next layer's
+    size_t scratch_distance;  // the same of scratch
 };
 
 // ----------------------------------------------------------------------------------------------------------------

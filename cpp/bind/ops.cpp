@@ -420,7 +420,8 @@ static void bind_trees(nb::module_& m) {
                 if (path(j) >= cache.scratch_rows)
                     fail(ErrorCode::invalid_argument, "scratch row %d of %d", path(j), cache.scratch_rows);
             const int32_t length = dim(path, 0), first = start, row = sequence;
-            backend(threads, isa).commit({&length, path.data(), &first, &row, cache.width, cache.view()});
+            backend(threads, isa)
+                .commit({&length, path.data(), &first, &row, cache.width, cache.view(), 1, 0, 0});
         },
         "path"_a.noconvert(), "start"_a, "sequence"_a, "pages"_a.noconvert(), "scratch"_a.noconvert(),
         "page_table"_a.noconvert(), "threads"_a = 1, "isa"_a = "",

@@ -472,9 +472,9 @@ void Executor::queue_round(int capacity, bool taps) {
     backend_.accept(accept);
     stage_seconds_.accept = watch.lap();
 
-    for (const LatentCache& cache : caches_)
-        backend_.commit(
-            {accept.length, accept.path, start, sequence, engine_->config().cache_width(), cache});
+    backend_.commit({accept.length, accept.path, start, sequence, engine_->config().cache_width(),
+                     caches_.front(), static_cast<int>(caches_.size()), pages_.bytes() / caches_.size(),
+                     scratch_kv_.bytes() / caches_.size()});
     if (taps)
         backend_.keep_taps({accept.length, accept.path, round_in_.device<int32_t>(in_.kept_row),
                             draft_runner_->kept_capacity(), draft_runner_->config().tap_width(),

@@ -100,14 +100,18 @@ void CpuBackend::commit(const CommitArgs& args) {
         in_range("a scratch row to commit", args.path[j], 0, kMaxTreeRows - 1);
         in_range("a page of the sequence", pages[(start + j) / kPageSize], 0, args.cache.page_count - 1);
     }
-    for (int j = 0; j < length; ++j) {
-        const int position = start + j;
-        const ptrdiff_t slot =
-            static_cast<ptrdiff_t>(pages[position / kPageSize]) * kPageSize + position % kPageSize;
-        std::memcpy(
-            static_cast<float*>(args.cache.pages) + slot * args.width,
-            static_cast<const float*>(args.cache.scratch) + static_cast<ptrdiff_t>(args.path[j]) * args.width,
-            static_cast<size_t>(args.width) * sizeof(float));
+    const size_t bytes = static_cast<size_t>(args.width) * sizeof(float);
+    for (int layer = 0; layer < args.layers; ++layer) {
+        char* const to =
+            static_cast<char*>(args.cache.pages) + static_cast<size_t>(layer) * args.page_distance;
+        const char* const from =
+            static_cast<const char*>(args.cache.scratch) + static_cast<size_t>(layer) * args.scratch_distance;
+        for (int j = 0; j < length; ++j) {
+            const int position = start + j;
+            const size_t slot =
+                static_cast<size_t>(pages[position / kPageSize]) * kPageSize + position % kPageSize;
+            std::memcpy(to + slot * bytes, from + static_cast<size_t>(args.path[j]) * bytes, bytes);
+        }
     }
 }
 

@@ -152,19 +152,45 @@ __global__ void __launch_bounds__(kThreads) gather_rows(const GatherRowsArgs a) 
             load_activation(a.x + static_cast<long long>(a.index[row]) * a.width + c);
 }
 
-// Scratch latents of the accepted path to their final slots. Scratch and pages never overlap, so that order
-// is free.
-__global__ void __launch_bounds__(kThreads) commit(const CommitArgs a, int row_bytes) {
+// Scratch latents of the accepted path to their final slots: a block a layer, a warp a row. Scratch and pages
+// never overlap, so that order is free. The latent is on its way while the slot is looked up.
+constexpr int kCommitThreads = 512;
+
+template <class Word>
+__global__ void __launch_bounds__(kCommitThreads) commit(const CommitArgs a, int row_bytes) {
     ptx::grid_launch_next();
     ptx::grid_wait();
-    const int j = static_cast<int>(blockIdx.x);
-    if (j >= *a.length) return;
-    const long long slot = page_slot(a.cache, *a.sequence, *a.start + j);
-    if (slot < 0) return;
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(
-        static_cast<const unsigned char*>(a.cache.scratch) + static_cast<long long>(a.path[j]) * row_bytes);
-    uint16_t* to = reinterpret_cast<uint16_t*>(static_cast<unsigned char*>(a.cache.pages) + slot * row_bytes);
-    for (int i = static_cast<int>(threadIdx.x); i < row_bytes / 2; i += kThreads) to[i] = __ldcg(from + i);
+    constexpr int kWarps = kCommitThreads / 32, kAhead = 4;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    int from_row = __ldcg(a.path + warp);  // past the length: not looked at
+    const int length = min(__ldcg(a.length), kMaxTreeRows), start = __ldcg(a.start),
+              sequence = __ldcg(a.sequence);
+    unsigned char* const pages = static_cast<unsigned char*>(a.cache.pages) + blockIdx.x * a.page_distance;
+    const unsigned char* const scratch =
+        static_cast<const unsigned char*>(a.cache.scratch) + blockIdx.x * a.scratch_distance;
+    const int words = row_bytes / static_cast<int>(sizeof(Word));
+    for (int j = warp; j < length; j += kWarps) {
+        if (j != warp) from_row = __ldcg(a.path + j);
+        const int position = start + j, index = position / kPageSize;
+        const int page = position >= 0 && index < a.cache.pages_per_sequence
+                             ? __ldcg(a.cache.page_table +
+                                      static_cast<long long>(sequence) * a.cache.pages_per_sequence + index)
+                             : -1;
+        const Word* const from =
+            reinterpret_cast<const Word*>(scratch + static_cast<long long>(from_row) * row_bytes);
+        for (int first = lane; first < words; first += 32 * kAhead) {
+            Word w[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+                if (first + 32 * i < words) w[i] = __ldcg(from + first + 32 * i);
+            if (page < 0 || page >= a.cache.page_count) continue;
+            Word* const to = reinterpret_cast<Word*>(
+                pages + (static_cast<long long>(page) * kPageSize + position % kPageSize) * row_bytes);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+                if (first + 32 * i < words) to[first + 32 * i] = w[i];
+        }
+    }
 }
 
 dim3 grid_of(int rows, int columns) {
@@ -207,8 +233,15 @@ void launch_gather_rows(const GemmLaunch& l, const GatherRowsArgs& args) {
 }
 
 void launch_commit(const GemmLaunch& l, const CommitArgs& args, bool bf16_cache) {
-    launch<commit>({l.stream, l.device, l.name, grid_of(kMaxTreeRows, 1), kThreads}, args,
-                   args.width * (bf16_cache ? 2 : 4));
+    const int row_bytes = args.width * (bf16_cache ? 2 : 4);
+    const Launch as{l.stream, l.device, l.name, dim3(static_cast<unsigned>(args.layers)), kCommitThreads};
+    const size_t places = reinterpret_cast<uintptr_t>(args.cache.pages) |
+                          reinterpret_cast<uintptr_t>(args.cache.scratch) | args.page_distance |
+                          args.scratch_distance | static_cast<size_t>(row_bytes);
+    if (places % sizeof(uint4) == 0)
+        launch<commit<uint4>>(as, args, row_bytes);
+    else
+        launch<commit<uint16_t>>(as, args, row_bytes);
 }
 
 }  // namespace kdt::cuda

@@ -244,11 +244,12 @@ KDT_CASE(write_latent_and_commit) {
             for (uint8_t& byte : fill) byte = static_cast<uint8_t>(random.below(255));
             scratch.set(fill);
             const int length = 7, start = 60;
-            const std::vector<int32_t> path = {0, 3, 4, 9, 33, 60, 64};
+            std::vector<int32_t> path = {0, 3, 4, 9, 33, 60, 64};
+            path.resize(kMaxTreeRows, -1);
             const Device<int32_t> dl = scalar(b, length), dp(b, path), dst = scalar(b, start),
                                   seq1 = scalar(b, 1);
             const std::vector<uint8_t> before = pages.get();
-            b.commit({dl.data(), dp.data(), dst.data(), seq1.data(), width, cache});
+            b.commit({dl.data(), dp.data(), dst.data(), seq1.data(), width, cache, 1, 0, 0});
             std::vector<uint8_t> expected = before;
             for (int j = 0; j < length; ++j) {
                 const int p = start + j;
@@ -261,6 +262,61 @@ KDT_CASE(write_latent_and_commit) {
             }
             expect_same(pages.get(), expected, "pages after a commit");
         }
+    }
+}
+
+// A layer left out or taken for another, a row more or less than the walk's length, a page of another
+// sequence, bytes beside the slots.
+KDT_CASE(commit_moves_every_layer) {
+    Random random(16);
+    for (int i = 0; i < 220; ++i) {
+        Backend& b = backend(i % 2 == 0 ? "bf16" : "f32");
+        const size_t element = i % 2 == 0 ? 2 : 4;
+        const int layers = random.between(1, 5), width = random.below(3) == 0 ? random.between(1, 90) : 72,
+                  sequences = random.between(1, 3), pages_each = random.between(2, 4),
+                  page_count = sequences * pages_each + random.below(3);
+        const int length = i % 5 == 0 ? kMaxTreeRows : random.below(20),
+                  start = random.below(pages_each * kPageSize - length + 1),
+                  sequence = random.below(sequences);
+        const size_t row = static_cast<size_t>(width) * element;
+        const size_t page_distance = static_cast<size_t>(page_count) * kPageSize * row + 64,
+                     scratch_distance = kMaxTreeRows * row + 32;
+        std::vector<int32_t> table(static_cast<size_t>(sequences * pages_each));
+        const std::vector<int> order = random.permutation(page_count);
+        for (size_t p = 0; p < table.size(); ++p) table[p] = order[p];
+        if (i % 7 == 0) table[static_cast<size_t>(random.below(static_cast<int>(table.size())))] = -1;
+        std::vector<int32_t> path(kMaxTreeRows, INT32_MAX);
+        for (int j = 0; j < length; ++j) path[static_cast<size_t>(j)] = random.below(kMaxTreeRows);
+        std::vector<uint8_t> latents(scratch_distance * static_cast<size_t>(layers));
+        for (uint8_t& byte : latents) byte = static_cast<uint8_t>(random.below(255));
+        const Device<uint8_t> scratch(b, latents);
+        Device<uint8_t> pages(b, page_distance * static_cast<size_t>(layers));
+        const Device<int32_t> page_table(b, table), dp(b, path),
+            dl = scalar(b, static_cast<size_t>(length)), ds = scalar(b, static_cast<size_t>(start)),
+            seq = scalar(b, static_cast<size_t>(sequence));
+        b.commit({dl.data(),
+                  dp.data(),
+                  ds.data(),
+                  seq.data(),
+                  width,
+                  {pages.data(), scratch.data(), page_table.data(), page_count, pages_each},
+                  layers,
+                  page_distance,
+                  scratch_distance});
+        std::vector<uint8_t> expected(pages.size(), 0xFF);
+        for (size_t layer = 0; layer < static_cast<size_t>(layers); ++layer)
+            for (int j = 0; j < length; ++j) {
+                const int p = start + j,
+                          page = table[static_cast<size_t>(sequence * pages_each + p / kPageSize)];
+                if (page < 0) continue;
+                const size_t slot =
+                    static_cast<size_t>(page) * kPageSize + static_cast<size_t>(p % kPageSize);
+                std::memcpy(expected.data() + layer * page_distance + slot * row,
+                            latents.data() + layer * scratch_distance +
+                                static_cast<size_t>(path[static_cast<size_t>(j)]) * row,
+                            row);
+            }
+        expect_same(pages.get(), expected, format("commit %d: %d rows of %d layers", i, length, layers));
     }
 }
 
