@@ -5,6 +5,7 @@
 
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/launch.h"
+#include "backend/cuda/router.h"
 #include "backend/cuda/rows.h"
 #include "backend/cuda/sampling.h"
 #include "backend/cuda/tree.h"
@@ -253,11 +254,15 @@ void CudaBackend::route(const RouteArgs& args) {
     const GemmLaunch l = at("route");
     float* const logits = reinterpret_cast<float*>(
         workspace(static_cast<size_t>(args.rows.capacity) * static_cast<size_t>(experts) * 4));
-    GemmArgs a = of_matrix(args.gate);
-    a.rows = {args.rows.live, 0, args.rows.capacity};
-    set_input(a, args.x, args.gate.in, 0);
-    set_output(a, logits, experts, 0, Store::write);
-    launch_fma_gemm(l, args.gate.kind, a, 0);
+    if (has_router_kernel(args.gate)) {
+        launch_router_logits(l, args, logits);
+    } else {
+        GemmArgs a = of_matrix(args.gate);
+        a.rows = {args.rows.live, 0, args.rows.capacity};
+        set_input(a, args.x, args.gate.in, 0);
+        set_output(a, logits, experts, 0, Store::write);
+        launch_fma_gemm(l, args.gate.kind, a, 0);
+    }
     launch_route(l, args, logits);
 }
 

@@ -1,16 +1,10 @@
-// Routing and the bookkeeping around the experts' matrix products.
+// The bookkeeping around the experts' matrix products.
 #pragma once
 
 #include "backend/backend.h"
 #include "backend/cuda/gemm.h"
 
 namespace kdt::cuda {
-
-inline constexpr int kMaxExperts = 1024;
-inline constexpr int kMaxTopK = 32;
-
-// logits: [rows, experts], from fma_gemm.
-void launch_route(const GemmLaunch& l, const RouteArgs& args, const float* logits);
 
 // Which pairs (slice row * top_k + slot) each expert of a slice has, in ascending order.
 struct PairLists {

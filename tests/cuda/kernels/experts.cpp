@@ -26,7 +26,12 @@ std::vector<RouteShape> route_shapes() {
     std::vector<RouteShape> list = {{sigmoid, 8, 64, 2, 1, 1, true},
                                     {sigmoid, 48, 96, 6, 8, 3, true},
                                     {softmax, 40, 72, 5, 1, 1, false},
-                                    {softmax, 64, 64, 6, 8, 3, false}};
+                                    {softmax, 64, 64, 6, 8, 3, false},
+                                    // a last row tile that is alone and ragged, cuts of several steps, columns
+                                    // that are no multiple of a step or of 16 bytes; too wide for one cluster
+                                    {sigmoid, 100, 1100, 8, 1, 1, true},
+                                    {sigmoid, 300, 333, 8, 1, 1, true},
+                                    {softmax, 20, 8264, 3, 1, 1, false}};
     if (!options().small) {
         list.push_back({sigmoid, 384, 7168, 8, 1, 1, true});
         list.push_back({sigmoid, 256, 7168, 8, 8, 4, true});
