@@ -1,5 +1,8 @@
 #include "backend/cuda/rows.h"
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "backend/cuda/cache.cuh"
 #include "backend/cuda/launch.h"
 
@@ -41,33 +44,84 @@ __global__ void __launch_bounds__(kThreads) embed(const EmbedArgs a) {
         }
     }
     float* y = a.y + static_cast<long long>(row) * width + column;
-    for (int j = 0; j < 8 && column + j < width; ++j) y[j] = v[j];
+    if (width % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0) {
+        reinterpret_cast<float4*>(y)[0] = make_float4(v[0], v[1], v[2], v[3]);
+        reinterpret_cast<float4*>(y)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+        for (int j = 0; j < 8 && column + j < width; ++j) y[j] = v[j];
+    }
 }
 
-// 1 / rms of `width` floats. Thread i takes columns 4 i .. 4 i + 3 of every 4 * blockDim.x, ascending, by
-// fma.
-__device__ __forceinline__ float inverse_rms(const float* x, int width, float eps, float* scratch) {
-    float sum = 0.0f;
-    for (int c = static_cast<int>(threadIdx.x) * 4; c < width; c += static_cast<int>(blockDim.x) * 4)
-        for (int j = 0; j < 4 && c + j < width; ++j) {
-            const float v = load_activation(x + c + j);
-            sum = fmaf(v, v, sum);
-        }
-    const float mean = block_sum(sum, scratch) / static_cast<float>(width);
-    return 1.0f / sqrtf(mean + eps);
+// Four columns from c on, zeros past the width. `wide`: whole or not at all, and 16-byte aligned.
+__device__ __forceinline__ float4 load_columns(const float* x, int c, int width, bool wide) {
+    if (wide) return c < width ? load_activation4(x + c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float v[4];
+    for (int j = 0; j < 4; ++j) v[j] = c + j < width ? load_activation(x + c + j) : 0.0f;
+    return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-__global__ void __launch_bounds__(kThreads) rms_norm(const RmsNormArgs a) {
+__device__ __forceinline__ void store_columns(float* y, int c, int width, bool wide, float4 v) {
+    if (wide) {
+        if (c < width) *reinterpret_cast<float4*>(y + c) = v;
+        return;
+    }
+    const float each[4] = {v.x, v.y, v.z, v.w};
+    for (int j = 0; j < 4; ++j)
+        if (c + j < width) y[c + j] = each[j];
+}
+
+__device__ __forceinline__ float add_squares(float sum, float4 v) {
+    return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
+}
+
+__device__ __forceinline__ float inverse_rms(float sum, int width, float eps, float* scratch) {
+    return 1.0f / sqrtf(block_sum(sum, scratch) / static_cast<float>(width) + eps);
+}
+
+__device__ __forceinline__ float4 normed(float4 x, float r, float4 w) {
+    return make_float4(x.x * r * w.x, x.y * r * w.y, x.z * r * w.z, x.w * r * w.w);
+}
+
+// A block a row: thread i has columns 4 i .. 4 i + 3 of every 2048, their squares added ascending by fma.
+// With `Parts` of 2048 columns the row stays in registers and all of it is on its way before anything waits;
+// 0: wider rows, read twice. The sum is the same.
+constexpr int kNormThreads = 512, kNormColumns = kNormThreads * 4;
+
+template <int Parts>
+__global__ void __launch_bounds__(kNormThreads, 1) rms_norm(const RmsNormArgs a, bool wide) {
     ptx::grid_launch_next();
-    ptx::grid_wait();
-    const int row = static_cast<int>(blockIdx.x);
-    if (row >= live_rows(a.rows)) return;
-    const float* x = a.x + static_cast<long long>(row) * a.x_stride;
-    float* y = a.y + static_cast<long long>(row) * a.width;
-    float* scratch = reinterpret_cast<float*>(ptx::shared_memory());
-    const float r = inverse_rms(x, a.width, a.eps, scratch);
-    for (int c = static_cast<int>(threadIdx.x); c < a.width; c += kThreads)
-        y[c] = load_activation(x + c) * r * a.weight[c];
+    const int row = static_cast<int>(blockIdx.x), first = static_cast<int>(threadIdx.x) * 4;
+    const float* const x = a.x + static_cast<long long>(row) * a.x_stride;
+    float* const y = a.y + static_cast<long long>(row) * a.width;
+    float* const scratch = reinterpret_cast<float*>(ptx::shared_memory());
+    if constexpr (Parts > 0) {
+        float4 w[Parts], v[Parts];
+#pragma unroll
+        for (int i = 0; i < Parts; ++i)
+            w[i] = load_columns(a.weight, first + i * kNormColumns, a.width, wide);
+        ptx::grid_wait();
+#pragma unroll
+        for (int i = 0; i < Parts; ++i) v[i] = load_columns(x, first + i * kNormColumns, a.width, wide);
+        if (row >= live_rows(a.rows)) return;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Parts; ++i) sum = add_squares(sum, v[i]);
+        const float r = inverse_rms(sum, a.width, a.eps, scratch);
+#pragma unroll
+        for (int i = 0; i < Parts; ++i)
+            store_columns(y, first + i * kNormColumns, a.width, wide, normed(v[i], r, w[i]));
+    } else {
+        ptx::grid_wait();
+        if (row >= live_rows(a.rows)) return;
+        float sum = 0.0f;
+        for (int c = first; c < a.width; c += kNormColumns)
+            sum = add_squares(sum, load_columns(x, c, a.width, wide));
+        const float r = inverse_rms(sum, a.width, a.eps, scratch);
+        for (int c = first; c < a.width; c += kNormColumns)
+            store_columns(
+                y, c, a.width, wide,
+                normed(load_columns(x, c, a.width, wide), r, load_columns(a.weight, c, a.width, wide)));
+    }
 }
 
 // Pair j of a rotated vector: which two elements it is.
@@ -87,33 +141,67 @@ __device__ __forceinline__ void store_latent(void* to, int column, float value) 
         static_cast<float*>(to)[column] = value;
 }
 
+// A block a row: thread i has columns 4 i .. 4 i + 3 of every 1024 of the latent (one pass in every model
+// that there is), the last warps the rope part.
 template <bool Bf16>
-__global__ void __launch_bounds__(kThreads) write_latent(const WriteLatentArgs a) {
+__global__ void __launch_bounds__(kThreads) write_latent(const WriteLatentArgs a, bool wide) {
     ptx::grid_launch_next();
+    constexpr int kColumns = kThreads * 4;
+    const int row = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), first = thread * 4;
+    const int width = a.latent + a.rope.rope, half = a.rope.rope / 2;
+    const float* const x = a.ckv + static_cast<long long>(row) * width;
+    float* const scratch = reinterpret_cast<float*>(ptx::shared_memory());
+    const float4 weight = load_columns(a.weight, first, a.latent, wide);
     ptx::grid_wait();
-    const int row = static_cast<int>(blockIdx.x);
+    const float4 mine = load_columns(x, first, a.latent, wide);
+    const int position = __ldcg(a.batch.position + row), ancestors = __ldcg(a.batch.ancestor_count + row),
+              sequence = __ldcg(a.batch.sequence + row);
     if (row >= live_rows(a.rows)) return;
-    const int width = a.latent + a.rope.rope, position = a.batch.position[row];
-    const float* x = a.ckv + static_cast<long long>(row) * width;
-    float* scratch = reinterpret_cast<float*>(ptx::shared_memory());
-    const float r = inverse_rms(x, a.latent, a.eps, scratch);
+
+    float2 rotated = make_float2(0.0f, 0.0f);
+    const int at = min(max(position, 0), a.rope.positions - 1);
+    const auto rotate_pair = [&](int j) {
+        const int2 pair = rope_pair(j, a.rope.rope, a.rope.interleaved);
+        const long long angle = static_cast<long long>(at) * half + j;
+        return rotate(load_activation(x + a.latent + pair.x), load_activation(x + a.latent + pair.y),
+                      a.rope.cos[angle], a.rope.sin[angle]);
+    };
+    const int j0 = kThreads - 1 - thread;
+    if (j0 < half) rotated = rotate_pair(j0);
 
     long long slot = row;
     unsigned char* base = static_cast<unsigned char*>(a.cache.scratch);
-    if (a.batch.ancestor_count[row] == 0) {
-        slot = page_slot(a.cache, a.batch.sequence[row], position);
+    if (ancestors == 0) {
+        slot = page_slot(a.cache, sequence, position);
         base = static_cast<unsigned char*>(a.cache.pages);
     }
-    if (slot < 0) return;
-    void* to = base + slot * width * (Bf16 ? 2 : 4);
-    for (int c = static_cast<int>(threadIdx.x); c < a.latent; c += kThreads)
-        store_latent<Bf16>(to, c, load_activation(x + c) * r * a.weight[c]);
-    const int half = a.rope.rope / 2, at = min(max(position, 0), a.rope.positions - 1);
-    for (int j = static_cast<int>(threadIdx.x); j < half; j += kThreads) {
+    if (slot < 0) return;  // the whole block
+    void* const to = base + slot * width * (Bf16 ? 2 : 4);
+
+    float sum = add_squares(0.0f, mine);
+    for (int c = first + kColumns; c < a.latent; c += kColumns)
+        sum = add_squares(sum, load_columns(x, c, a.latent, wide));
+    const float r = inverse_rms(sum, a.latent, a.eps, scratch);
+    const auto store = [&](int c, float4 v) {
+        if (wide) {
+            if (c >= a.latent) return;
+            if (Bf16)
+                *reinterpret_cast<uint2*>(static_cast<uint16_t*>(to) + c) =
+                    make_uint2(ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w));
+            else
+                *reinterpret_cast<float4*>(static_cast<float*>(to) + c) = v;
+            return;
+        }
+        const float each[4] = {v.x, v.y, v.z, v.w};
+        for (int j = 0; j < 4; ++j)
+            if (c + j < a.latent) store_latent<Bf16>(to, c + j, each[j]);
+    };
+    store(first, normed(mine, r, weight));
+    for (int c = first + kColumns; c < a.latent; c += kColumns)
+        store(c, normed(load_columns(x, c, a.latent, wide), r, load_columns(a.weight, c, a.latent, wide)));
+    for (int j = j0; j < half; j += kThreads) {
+        const float2 y = j == j0 ? rotated : rotate_pair(j);
         const int2 pair = rope_pair(j, a.rope.rope, a.rope.interleaved);
-        const long long angle = static_cast<long long>(at) * half + j;
-        const float2 y = rotate(load_activation(x + a.latent + pair.x),
-                                load_activation(x + a.latent + pair.y), a.rope.cos[angle], a.rope.sin[angle]);
         store_latent<Bf16>(to, a.latent + pair.x, y.x);
         store_latent<Bf16>(to, a.latent + pair.y, y.y);
     }
@@ -197,6 +285,12 @@ dim3 grid_of(int rows, int columns) {
     return dim3(static_cast<unsigned>(rows), static_cast<unsigned>((columns + kThreads - 1) / kThreads));
 }
 
+// Whether 16-byte accesses are possible.
+bool aligned(std::initializer_list<const void*> places) {
+    return std::all_of(places.begin(), places.end(),
+                       [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
+}
+
 }  // namespace
 
 void launch_embed(const GemmLaunch& l, const EmbedArgs& args) {
@@ -209,16 +303,27 @@ void launch_embed(const GemmLaunch& l, const EmbedArgs& args) {
 }
 
 void launch_rms_norm(const GemmLaunch& l, const RmsNormArgs& args) {
-    launch<rms_norm>(
-        {l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kThreads, kThreads / 32 * 4}, args);
+    const bool wide = args.width % 4 == 0 && args.x_stride % 4 == 0 && aligned({args.x, args.weight, args.y});
+    const Launch as{
+        l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kNormThreads, kNormThreads / 32 * 4};
+    if (args.width <= kNormColumns)
+        launch<rms_norm<1>>(as, args, wide);
+    else if (args.width <= 2 * kNormColumns)
+        launch<rms_norm<2>>(as, args, wide);
+    else if (args.width <= 4 * kNormColumns)
+        launch<rms_norm<4>>(as, args, wide);
+    else
+        launch<rms_norm<0>>(as, args, wide);
 }
 
 void launch_write_latent(const GemmLaunch& l, const WriteLatentArgs& args, bool bf16_cache) {
+    const bool wide = args.latent % 4 == 0 && args.rope.rope % 4 == 0 &&
+                      aligned({args.ckv, args.weight, args.cache.pages, args.cache.scratch});
     const Launch as{l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kThreads, kThreads / 32 * 4};
     if (bf16_cache)
-        launch<write_latent<true>>(as, args);
+        launch<write_latent<true>>(as, args, wide);
     else
-        launch<write_latent<false>>(as, args);
+        launch<write_latent<false>>(as, args, wide);
 }
 
 void launch_rope_query(const GemmLaunch& l, const AbsorbQueryArgs& args) {

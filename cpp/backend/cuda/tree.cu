@@ -11,27 +11,30 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// A thread a node. What the arrays hold past the tree is loaded too, in one go with the tree's size, and left
+// alone; the walk to the root reads shared memory.
 __global__ void __launch_bounds__(kThreads) tree_rows(const TreeRowsArgs a) {
     ptx::grid_launch_next();
     ptx::grid_wait();
-    const int i = static_cast<int>(threadIdx.x);
+    static_assert(kMaxTreeRows <= kThreads);
+    int32_t* const parents = reinterpret_cast<int32_t*>(ptx::shared_memory());  // [kMaxTreeRows]
+    const int i = static_cast<int>(threadIdx.x), node = min(i, kMaxTreeRows - 1);
+    const int32_t parent = __ldcg(a.tree.parent + node), token = __ldcg(a.tree.token + node),
+                  tree_depth = __ldcg(a.tree.depth + node);
+    const int32_t start = __ldcg(a.start), sequence = __ldcg(a.sequence);
     const int rows = min(max(min(__ldcg(a.nodes), __ldcg(a.tree.count)), 0), kMaxNodes) + 1;
+    if (i < kMaxTreeRows) parents[i] = parent < i ? max(parent, 0) : 0;
+    __syncthreads();
     if (i == 0) *a.live = rows;
     if (i >= rows) return;
-    int depth = 0;
-    for (int n = i; n > 0 && depth < kMaxDepth; ++depth) {
-        const int parent = __ldcg(a.tree.parent + n);
-        n = parent < n ? max(parent, 0) : 0;
-    }
+    const int depth = min(max(tree_depth, 0), kMaxDepth);
     int32_t* const list = a.batch.ancestors + i * kMaxAncestors;
     for (int n = i, at = depth; at >= 0; --at) {
         list[at] = n;
-        const int parent = n > 0 ? __ldcg(a.tree.parent + n) : 0;
-        n = parent < n ? max(parent, 0) : 0;
+        n = parents[n];
     }
-    const int start = __ldcg(a.start);
-    a.batch.token[i] = __ldcg(a.tree.token + i);
-    a.batch.sequence[i] = __ldcg(a.sequence);
+    a.batch.token[i] = token;
+    a.batch.sequence[i] = sequence;
     a.batch.position[i] = start + depth;
     a.batch.prefix[i] = start;
     a.batch.ancestor_count[i] = depth + 1;
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(32) accept(const AcceptArgs a) {
 }  // namespace
 
 void launch_tree_rows(const GemmLaunch& l, const TreeRowsArgs& args) {
-    launch<tree_rows>({l.stream, l.device, l.name, dim3(1), kThreads}, args);
+    launch<tree_rows>({l.stream, l.device, l.name, dim3(1), kThreads, kMaxTreeRows * 4}, args);
 }
 
 void launch_accept(const GemmLaunch& l, const AcceptArgs& args) {

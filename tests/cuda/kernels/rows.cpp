@@ -14,7 +14,8 @@ std::vector<float> random_values(Random& random, size_t n) {
 }
 
 std::vector<int> widths() {
-    return options().small ? std::vector<int>{37, 72, 1028} : std::vector<int>{37, 72, 1536, 2048, 7168};
+    return options().small ? std::vector<int>{37, 72, 1028, 2052}
+                           : std::vector<int>{37, 72, 1536, 2048, 3001, 7168, 9000};
 }
 
 }  // namespace
