@@ -117,6 +117,14 @@ def test_glm4_moe_lite(tmp_path: Path, changes: dict[str, Any]) -> None:
 # -- INT4 ------------------------------------------------------------------------------------------------------
 
 
+RELATIVES = [
+    pytest.param("v2", {}, id="V2-Lite"),
+    pytest.param("glm", {"rope_parameters": {**models.YARN, "rope_type": "yarn", "rope_theta": 1e6}}, id="GLM, YaRN"),
+    pytest.param("glm", {}, id="GLM-4.7-Flash"),
+    pytest.param("v3", {"q_lora_rank": None, "rope_scaling": None}, id="Moonlight"),
+]
+
+
 def int4_folder(tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """A folder with experts packed by compressed-tensors; its tensors; its config without quantisation."""
     models.text_model("v3", seed=3).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
@@ -158,6 +166,21 @@ def test_int4_kimi_k25_as_published(tmp_path: Path) -> None:
     folder = models.write(tmp_path / "k25", models.wrapped(packed), models.kimi_k25_config(text))
     plain = models.write(tmp_path / "plain", models.unpacked_experts(packed, exact=True), config)
     compare(folder, models.load_reference(plain))
+
+
+@pytest.mark.parametrize("rule", ["exact", "bf16"])
+@pytest.mark.parametrize(("kind", "changes"), RELATIVES)
+def test_int4_of_the_relatives(tmp_path: Path, kind: str, changes: dict[str, Any], rule: Any) -> None:
+    """As generic quantisers make them from V2-Lite, GLM-4.7-Flash and Moonlight. Under `bf16` the reference has the
+    products as compressed-tensors rounds them, under `exact` those in float32."""
+    models.text_model(kind, seed=5, **changes).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    tensors, config = models.published(tmp_path / "saved")
+    packed = models.packed_experts(tensors)
+    assert sum(name.endswith("weight_packed") for name in packed) == 2 * 8 * 3
+    quantized = config | {"quantization_config": models.int4_scheme()[2]}
+    folder = models.write(tmp_path / "int4", packed, quantized)
+    plain = models.write(tmp_path / "plain", models.unpacked_experts(packed, exact=rule == "exact"), config)
+    compare(folder, models.load_reference(plain), halves=kind != "v2", rounding=rule)
 
 
 # -- fp8 -------------------------------------------------------------------------------------------------------
