@@ -36,11 +36,13 @@ _MOST_LIVE, _LONGEST = 3, 256
 class Quantization:
     """``kind``; for INT4 the modules that the config says are quantised: those that `targets` name and
     `ignore` does not (compressed-tensors' rules: ``re:`` anchors at the start, anything else must equal the
-    module's name or its class)."""
+    module's name or its class). ``powers_of_two``: for fp8, whether it says that scales are such, so that
+    products are bf16 numbers."""
 
     kind: Literal["int4", "fp8"]
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    powers_of_two: bool = False
 
     def names(self, *module: str) -> bool:
         """Whether the config says that a linear layer is quantised; `module` are the names that it goes by
@@ -203,8 +205,8 @@ def _fp8(fields: _Fields) -> Quantization:
     fields.only("fmt", "e4m3", default="e4m3")  # the tensors' own dtype says it again
     fields.only("activation_scheme", "dynamic")
     fields.only("weight_block_size", [BLOCK, BLOCK])
-    fields.only("scale_fmt", None, "float", "ue8m0", default=None)
+    scales = fields.only("scale_fmt", None, "float", "ue8m0", default=None)
     fields.only("expert_dtype", "fp8", default="fp8")
     fields.only("modules_to_convert", None, [], default=None)
     fields.finish()
-    return Quantization("fp8")
+    return Quantization("fp8", powers_of_two=scales == "ue8m0")

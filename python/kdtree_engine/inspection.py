@@ -163,7 +163,7 @@ def _devices(source: Source) -> list[dict[str, Any]]:
         if matrix.canonical is None:
             continue
         kind = matrix.module.rpartition(".")[2]
-        size = _engine_bytes(matrix)
+        size = _engine_bytes(matrix, source.config)
         if source.config.tie_word_embeddings and kind == "embed_tokens":
             size *= 2  # embedding and head
         if len(matrix.shape) == 2 and kind in _CUT:
@@ -189,13 +189,14 @@ def _devices(source: Source) -> list[dict[str, Any]]:
     return rows
 
 
-def _engine_bytes(matrix: Matrix) -> int:
-    """Of a matrix as the engine keeps it: bf16 and INT4 as stored, fp8 as bf16, everything else and all vectors
-    as float32."""
+def _engine_bytes(matrix: Matrix, config: ModelConfig) -> int:
+    """Of a matrix as the engine keeps it under ``--rounding exact``: bf16 and INT4 as stored, fp8 as bf16 where the
+    config says that its scales are powers of two, everything else and all vectors as float32."""
     if matrix.form == "int4":
         assert matrix.scales is not None
         return matrix.main.nbytes + matrix.scales.nbytes
-    narrow = matrix.form == "fp8" or matrix.main.dtype == "BF16"
+    exact = config.quantization is not None and config.quantization.powers_of_two
+    narrow = exact if matrix.form == "fp8" else matrix.main.dtype == "BF16"
     return math.prod(matrix.shape) * (2 if narrow and len(matrix.shape) == 2 else 4)
 
 

@@ -17,8 +17,10 @@ import pytest
 import raw_safetensors
 import tiny_models
 from command import ARGV, assert_refused, environment, kdtree
+from folders import FP8, fp8
+from folders import write_folder as fp8_folder
 
-from kdtree_engine import kdtr
+from kdtree_engine import Engine, kdtr
 from kdtree_engine.convert import convert
 from kdtree_engine.convert_source import Stored
 from kdtree_engine.inspection import Group, groups, inspect_path
@@ -158,6 +160,20 @@ def test_memory_of_forms(source: Path, tmp_path: Path) -> None:
         assert row["replicated"] == replicated and row["obstacle"] is None
         assert row["weights"] == -(-(one["weights"] - replicated) // count) + replicated
     assert eight["obstacle"] == "num_attention_heads is 4, which 8 does not divide"
+
+
+WHOLE = {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+"""Widths that the CPU's layout has no padding for."""
+
+
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_memory_of_fp8(tmp_path: Path, scale_fmt: str | None) -> None:
+    """Catches half the memory that loading takes: exact products need float32, unless scales are powers of two."""
+    quantization = FP8 | ({} if scale_fmt is None else {"scale_fmt": scale_fmt})
+    config = tiny_models.CONFIG | WHOLE | {"quantization_config": quantization}
+    arrays = fp8(tiny_models.weights(config), powers_of_two=scale_fmt is not None)
+    folder = fp8_folder(tmp_path / "fp8", config, arrays)
+    assert inspect_path(folder)["devices"][0]["weights"] == Engine.load(folder, device="cpu").weight_bytes
 
 
 def test_groups_that_cannot_be_cut(tmp_path: Path) -> None:
