@@ -40,8 +40,8 @@ def refused(value: Any) -> tuple[str, str]:
 
 def test_the_released_ones() -> None:
     assert parse_quantization(INT4, "x").kind == "int4"
-    assert parse_quantization(FP8, "x").kind == "fp8"
-    assert parse_quantization(FP8 | {"scale_fmt": "ue8m0"}, "x") == Quantization("fp8")  # V3.1
+    assert parse_quantization(FP8, "x") == Quantization("fp8")
+    assert parse_quantization(FP8 | {"scale_fmt": "ue8m0"}, "x") == Quantization("fp8", powers_of_two=True)  # V3.1
 
 
 WEIGHTS = "config_groups/group_0/weights"
