@@ -70,7 +70,7 @@ def _clock(minutes: float | None, steps: int | None) -> Any:
 @app.command()
 def corpus(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    downloads: Annotated[Path, typer.Option(help="Folder of the packages; missing ones are downloaded.")] = Path("packages"),
+    downloads: Annotated[Path, typer.Option(help="The packages; missing ones are downloaded.")] = Path("packages"),
     vocab: Annotated[int, typer.Option(help="Tokens of the tokenizer.")] = 4096,
     heldout: Annotated[int, typer.Option(min=1000, help="Bytes of each kind that are held out.")] = 400_000,
     only: Annotated[list[str] | None, typer.Option(help="Only this package; repeatable.")] = None,

@@ -57,7 +57,7 @@ def train(texts: Iterable[str], vocab: int) -> tokenizers.Tokenizer:
     if not 256 + len(SPECIALS) < vocab <= 65536:
         raise TrainError(f"a vocabulary of {vocab} tokens; expected {257 + len(SPECIALS)} to 65536")
     lib = _library()
-    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer: tokenizers.Tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(
         [
             lib.pre_tokenizers.Split(lib.Regex(PATTERN), "isolated"),

@@ -39,7 +39,8 @@ ROLLOUTS = "rollouts.pt"
 class DraftTraining:
     """``pool`` texts of ``length`` tokens are written at once, in at most ``rounds`` rounds and at most the share
     ``writing`` of the time; ``greedy``: the share without sampling, the rest has ``temperature``. ``batch`` texts
-    with ``anchors`` blocks each are a step; ``decay``: positions over which a loss's weight falls to 1 / e."""
+    with ``anchors`` blocks each are a step; ``decay``: positions over which a loss's weight falls to 1 / e;
+    ``report_prompts``: held-out prompts of each kind in the report."""
 
     pool: int = 4096
     rounds: int = 24
@@ -60,6 +61,7 @@ class DraftTraining:
         default_factory=lambda: {"code": 0.35, "reference": 0.25, "prose": 0.22, "lists": 0.18}
     )
     seed: int = 2
+    report_prompts: int = 48
 
 
 def _write_texts(
@@ -92,7 +94,13 @@ def _anchors(
 
 
 def draft_loss(
-    drafter: Drafter, target: Target, text: torch.Tensor, at: torch.Tensor, taps: tuple[int, ...], decay: float, device: str
+    drafter: Drafter,
+    target: Target,
+    text: torch.Tensor,
+    at: torch.Tensor,
+    taps: tuple[int, ...],
+    decay: float,
+    device: str,
 ) -> torch.Tensor:
     """Weighted mean negative log-likelihood of the tokens behind the anchors `at` [B, A] of text [B, S]."""
     with torch.no_grad(), autocast(device):
@@ -155,6 +163,8 @@ def train_drafter(
         if run.save_due(_CHECKPOINT_EVERY):
             run.save(settings)
             _export(drafter, target, out, draft, corpus)
+    if run.step == 0:
+        raise TrainError("the time was over before the first step")
     run.save(settings)
     _export(drafter, target, out, draft, corpus)
     plot(out, "drafter")
@@ -164,7 +174,7 @@ def train_drafter(
         "minutes": round(clock.elapsed / 60 + clock.earlier, 2),
         "seed": training.seed,
         "settings": settings,
-        "accepted": evaluate.draft_report(target, drafter, draft, corpus, device),
+        "accepted": evaluate.draft_report(target, drafter, draft, corpus, device, training.report_prompts),
     }
     tensors.write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
     say(json.dumps(report["accepted"]))

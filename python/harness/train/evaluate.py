@@ -46,17 +46,12 @@ def bits_per_byte(model: Target, corpus: Path, kind: Kind, device: str, most: in
                 nats += float(losses[i, skip:].double().sum())
                 scored = s + window
     share = scored / max(counts["tokens"] - 1, 1)  # of the text, where `most` cut it
-    return nats / math.log(2) / (counts["bytes"] * share)
-
-
-def _precise() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+    return float(nats / math.log(2) / (counts["bytes"] * share))
 
 
 def target_report(model: Target, folder: Path, corpus: Path, device: str) -> dict[str, Any]:
     """Bits per byte of: the folder (INT4, as it runs), the same weights without INT4 in bf16, and `xz -9e` of the
     same texts."""
-    _precise()
     counts = manifest(corpus)["counts"]
     shown: dict[str, Any] = {}
     int4 = load_target(folder, device)

@@ -106,7 +106,8 @@ def load_target(folder: Path, device: str) -> Target:
                 experts.loaded[part] = codes.to(device), scales.to(device)
     except (KeyError, RuntimeError) as error:
         raise TrainError(f"{folder}: the weights do not fit its config.json: {error}") from error
-    return model.to(device)
+    model.to(device)
+    return model
 
 
 def read_shape(folder: Path) -> TargetShape:

@@ -214,9 +214,11 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 class _Text(HTMLParser):
     """The text of a page: blocks on lines of their own, preformatted text as it is, navigation left out."""
 
-    _BLOCKS = frozenset("p div h1 h2 h3 h4 h5 h6 li ul ol dl dt dd tr table pre section br".split())
-    _HIDDEN = frozenset("script style head nav footer title svg".split())
-    _VOID = frozenset("br img hr meta link input col wbr area base".split())
+    _BLOCKS = frozenset(
+        ("p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "pre", "br")
+    )
+    _HIDDEN = frozenset(["script", "style", "head", "nav", "footer", "title", "svg"])
+    _VOID = frozenset(["br", "img", "hr", "meta", "link", "input", "col", "wbr", "area", "base"])
 
     def __init__(self) -> None:
         super().__init__()

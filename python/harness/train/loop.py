@@ -118,7 +118,8 @@ class Run:
         self._saved = time.monotonic()
 
     def save_due(self, seconds: float) -> bool:
-        return time.monotonic() - self._saved >= seconds
+        """Whether it is time, and the log holds every step: a resumed run then writes the same lines."""
+        return not self._losses and time.monotonic() - self._saved >= seconds
 
     def _copy(self) -> dict[str, Any]:
         return {
@@ -171,8 +172,9 @@ class Run:
         self._failures += 1
         if self._good is None or self._failures >= _MOST_FAILURES:
             raise TrainError(f"the loss is no number at step {self.step}; try lower learning rates")
+        damping = 0.5 * self.damping
         self._restore(self._good)
-        self.damping *= 0.5
+        self.damping = damping
         self.say(f"the loss is no number at step {self.step}: back to earlier weights, half the learning rate")
 
     def _show(self, loss: float) -> None:
@@ -202,7 +204,9 @@ def _cloned(value: Any) -> Any:
 
 
 def plot(folder: Path, title: str) -> bool:
-    """loss.png of the log; False where matplotlib is not installed."""
+    """loss.png of the log; False where there is no log, or matplotlib is not installed."""
+    if not (folder / LOG).exists():
+        return False
     try:
         import matplotlib
     except ImportError:

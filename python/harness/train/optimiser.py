@@ -38,7 +38,7 @@ def orthogonalised(g: torch.Tensor) -> torch.Tensor:
 
 
 class Optimiser:
-    """One step for named parameters. ``matrices`` get Muon, ``others`` AdamW."""
+    """``matrices`` get Muon; ``others`` get AdamW, and so do ``slow`` ones (routers), at 0.3 of its rate."""
 
     def __init__(
         self,
@@ -47,14 +47,16 @@ class Optimiser:
         matrix_rate: float,
         other_rate: float,
         weight_decay: float,
+        slow: Sequence[torch.Tensor] = (),
     ) -> None:
         self.matrix_rate, self.other_rate, self.decay = matrix_rate, other_rate, weight_decay
         self.groups: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
         for p in matrices:
             self.groups[(p.shape[-2], p.shape[-1])].append(p)
         self.momentum = {shape: [torch.zeros_like(p) for p in group] for shape, group in self.groups.items()}
-        self.adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
-        self.parameters = [*matrices, *others]
+        groups = [{"params": list(p), "scale": s} for p, s in ((others, 1.0), (slow, 0.3)) if p]
+        self.adam = torch.optim.AdamW(groups, lr=other_rate, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+        self.parameters = [*matrices, *others, *slow]
 
     def zero_grad(self) -> None:
         for p in self.parameters:
@@ -63,7 +65,7 @@ class Optimiser:
     def step(self, factor: float, momentum: float = 0.95) -> None:
         """`factor` scales both learning rates."""
         for group in self.adam.param_groups:
-            group["lr"] = self.other_rate * factor
+            group["lr"] = self.other_rate * factor * group["scale"]
         self.adam.step()
         with torch.no_grad():
             for shape, group in self.groups.items():

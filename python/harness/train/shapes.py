@@ -73,7 +73,8 @@ class DraftShape:
     def check(self, target: TargetShape) -> None:
         """Raises TrainError where the taps are not layers of `target`."""
         if not self.taps or len(set(self.taps)) != len(self.taps) or max(self.taps) >= target.num_hidden_layers:
-            raise TrainError(f"taps {list(self.taps)}; expected layers of 0 to {target.num_hidden_layers - 1}, once each")
+            last = target.num_hidden_layers - 1
+            raise TrainError(f"taps {list(self.taps)}; expected layers of 0 to {last}, once each")
         if self.num_attention_heads % self.num_key_value_heads:
             raise TrainError(f"{self.num_attention_heads} query heads do not divide among {self.num_key_value_heads}")
 

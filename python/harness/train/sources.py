@@ -35,7 +35,7 @@ def _wheels(licence: str, *names: str) -> list[Source]:
 
 
 def _docs(form: Form, **licences: str) -> list[Source]:
-    return [Source(name.replace("__", ".").replace("_", "-"), "debian", l, form) for name, l in licences.items()]
+    return [Source(name.replace("_", "-"), "debian", terms, form) for name, terms in licences.items()]
 
 
 SOURCES: tuple[Source, ...] = (
@@ -52,7 +52,10 @@ SOURCES: tuple[Source, ...] = (
         "sqlalchemy", "twisted", "pytest", "attrs", "rich", "pydantic", "fastapi", "mypy", "setuptools", "black",
         "sanic", "typer", "poetry", "tox", "virtualenv", "textual", "sqlglot",
     ),
-    *_wheels("Apache-2.0", "tornado", "aiohttp", "requests", "xarray", "nltk", "cython", "cryptography", "jax", "keras"),
+    *_wheels(
+        "Apache-2.0",
+        "tornado", "aiohttp", "requests", "xarray", "nltk", "cython", "cryptography", "jax", "keras",
+    ),
     *_wheels("MIT OR Apache-2.0", "trio"),
     *_wheels("PSF-based (matplotlib)", "matplotlib"),
     Source("python3.11-doc", "debian", "PSF-2.0", "rst"),

@@ -31,11 +31,14 @@ _LONGEST_COMPILE = 80.0
 
 def new_optimiser(model: Target, training: Training) -> Optimiser:
     """Muon for the matrices of the layers; AdamW for embedding, head, routers and norms."""
-    matrices, others = [], []
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    routers: list[torch.Tensor] = []
     for name, p in model.named_parameters():
-        inside = name.startswith("layers.") and p.ndim >= 2 and not name.endswith("router")
-        (matrices if inside else others).append(p)
-    return Optimiser(matrices, others, training.matrix_rate, training.other_rate, training.weight_decay)
+        inside = name.startswith("layers.") and p.ndim >= 2
+        (routers if name.endswith("router") else matrices if inside else others).append(p)
+    t = training
+    return Optimiser(matrices, others, t.matrix_rate, t.other_rate, t.weight_decay, slow=routers)
 
 
 def _compiled(model: Target, batch: torch.Tensor, device: str, say: Callable[[str], None]) -> None:
@@ -44,12 +47,15 @@ def _compiled(model: Target, batch: torch.Tensor, device: str, say: Callable[[st
     previous = signal.signal(signal.SIGALRM, _too_slow)
     signal.setitimer(signal.ITIMER_REAL, _LONGEST_COMPILE)
     try:
+        with torch.no_grad():
+            wanted = loss_of(model, batch, device)[0].item()
         model.run = [torch.compile(layer, dynamic=False) for layer in model.layers]
-        with autocast(device):
-            hidden, _, _ = model.hidden(batch)
-            hidden.float().square().mean().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        loss, _ = loss_of(model, batch, device)
+        loss.backward()
+        if not abs(loss.item() - wanted) < 0.02 * wanted:
+            raise RuntimeError(f"loss {loss.item():.4f} instead of {wanted:.4f}")
+        if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+            raise RuntimeError("a gradient is no number")
         say(f"layers compiled in {time.monotonic() - begun:.1f} s")
     except Exception as error:  # whatever a compiler may raise: the plain layers always work
         model.run = list(model.layers)
@@ -87,8 +93,6 @@ def train_target(
     """Train, and write the checkpoint folder ``OUT/model`` every now and then and at the end; what `evaluate` says
     of it. `start_from`: an earlier such folder, whose INT4 values become the weights. Raises TrainError."""
     torch.manual_seed(training.seed)
-    if device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
     if shape.vocab_size != manifest(corpus)["vocab"]:
         raise TrainError(f"the corpus has {manifest(corpus)['vocab']} tokens, the model {shape.vocab_size}")
     if training.length > shape.context:
@@ -109,10 +113,11 @@ def train_target(
     run.resume(settings)
     batches = Batches(corpus, "train", training.mixture, device)  # type: ignore[arg-type]
     batches.check(shape.vocab_size, training.length + 1)
-    run.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {len(batches.tokens) / 1e6:.1f} M tokens")
+    size = sum(p.numel() for p in model.parameters())
+    run.say(f"{size / 1e6:.1f} M parameters, {len(batches.tokens) / 1e6:.1f} M tokens")
     if compile_layers:
-        throwaway = torch.zeros(training.batch, training.length, dtype=torch.long, device=device)
-        _compiled(model, throwaway, device, run.say)
+        first = batches.draw(training.batch, training.length + 1, torch.Generator().manual_seed(0))
+        _compiled(model, first, device, run.say)
 
     exported = time.monotonic()
     while clock.done(run.step) < 1.0:
@@ -134,6 +139,8 @@ def train_target(
         if time.monotonic() - exported > _EXPORT_EVERY:
             save_target(model, out / "model", corpus)
             exported = time.monotonic()
+    if run.step == 0:
+        raise TrainError("the time was over before the first step")
     run.save(settings)
     save_target(model, out / "model", corpus)
     model.run = list(model.layers)
