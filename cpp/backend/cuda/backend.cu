@@ -71,6 +71,11 @@ AttentionCut cut_attention(int rows, int keys, int heads, int latent) {
     return cut;
 }
 
+void check_vocabulary(int vocab) {
+    if (vocab < 1 || vocab > 1 << 20)
+        fail(ErrorCode::unsupported, "a vocabulary of %d tokens; 1 to %d were expected", vocab, 1 << 20);
+}
+
 size_t experts_bytes(int rows, int top_k, int experts, int hidden, int intermediate) {
     const size_t pairs = static_cast<size_t>(rows) * static_cast<size_t>(top_k);
     return aligned(pairs * static_cast<size_t>(intermediate) * 4) +
@@ -324,6 +329,7 @@ void CudaBackend::gather_rows(const GatherRowsArgs& args) {
 }
 
 void CudaBackend::top_k(const TopKArgs& args) {
+    check_vocabulary(args.vocab);
     if (args.k < 1 || args.k > args.vocab || args.k > kMaxTopTokens)
         fail(ErrorCode::invalid_argument, "the %d best of %d tokens were asked for; 1 to %d are possible",
              args.k, args.vocab, std::min(args.vocab, kMaxTopTokens));
@@ -331,8 +337,7 @@ void CudaBackend::top_k(const TopKArgs& args) {
 }
 
 void CudaBackend::select(const SelectArgs& args) {
-    if (args.vocab < 1 || args.vocab > 1 << 20)
-        fail(ErrorCode::unsupported, "a vocabulary of %d tokens; 1 to %d were expected", args.vocab, 1 << 20);
+    check_vocabulary(args.vocab);
     launch_select(at("select"), args);
 }
 

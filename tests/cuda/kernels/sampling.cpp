@@ -10,7 +10,8 @@ namespace kdt::testing {
 namespace {
 
 std::vector<int> vocabularies() {
-    return options().small ? std::vector<int>{5, 700} : std::vector<int>{5, 97, 1000, 32001, 163840};
+    return options().small ? std::vector<int>{5, 700, 9001}
+                           : std::vector<int>{5, 97, 1000, 32001, 163840, 170003};
 }
 
 std::vector<float> random_logits(Random& random, int vocab, bool ties) {
@@ -190,6 +191,73 @@ KDT_CASE(sampled_select) {
         }
     }
     if (clear * 2 < all) failed("only %d of %d choices were clear", clear, all);
+}
+
+// Rows that leave the quick way to a set of tokens: more equals than a list of candidates holds, a mass that
+// no short list reaches, fewer finite tokens than are asked for, logits that lie on top of one another or far
+// apart.
+KDT_CASE(select_from_rows_without_a_short_list) {
+    Random random(44);
+    Backend& b = backend("bf16");
+    const int vocab = 3003;
+    const size_t n = static_cast<size_t>(vocab);
+    std::vector<std::vector<float>> rows;
+    rows.emplace_back(n, 0.0f);  // all equal
+    for (size_t i = 0; i < n; i += 2) rows[0][i] = -0.0f;
+    rows.emplace_back(n, -INFINITY);  // ten tokens
+    for (int i = 0; i < 10; ++i) rows[1][static_cast<size_t>(random.below(vocab))] = random.symmetric();
+    rows.emplace_back(n);  // flat
+    for (float& v : rows[2]) v = 1e-3f * random.symmetric();
+    rows.emplace_back(n);  // neighbouring floats
+    for (float& v : rows[3]) v = 1.0f + 0x1p-23f * static_cast<float>(random.below(200));
+    rows.emplace_back(n);  // far apart
+    for (float& v : rows[4]) v = 1e4f * random.symmetric();
+    rows.push_back(random_logits(random, vocab, false));  // 2,047 and 2,500 equals behind one greater
+    std::fill(rows[5].begin(), rows[5].begin() + 2047, 7.0f);
+    rows[5][3000] = 8.0f;
+    rows.push_back(rows[5]);
+    std::fill(rows[6].begin(), rows[6].begin() + 2500, 7.0f);
+    rows.push_back(random_logits(random, vocab, false));  // infinite
+    rows[7][17] = INFINITY;
+    int clear = 0;
+    std::vector<std::pair<int, float>> filters = {{0, 0.35f}, {40, 0.55f}, {1500, 1.0f}};
+    if (!options().small) filters.insert(filters.end(), {{0, 1.0f}, {40, 1.0f}, {1000, 0.7f}, {3000, 0.6f}});
+    for (const auto& [top_k, top_p] : filters) {
+        SampleParams s;
+        s.temperature = 0.9f;
+        s.top_k = top_k;
+        s.top_p = top_p;
+        s.seed = random.bits();
+        const std::vector<int32_t> position(rows.size(), 77), got = select(b, rows, position, s, 1);
+        for (size_t i = 0; i < rows.size(); ++i) {
+            if (i == 7) {
+                expect_same<int32_t>({got[i]}, {17}, "an infinite logit");
+                continue;
+            }
+            const Selected wanted = reference_select(rows[i], 77, s);
+            if (wanted.margin < 2e-5) continue;
+            ++clear;
+            expect_same<int32_t>({got[i]}, {wanted.token},
+                                 format("row %zu, top_k %d, top_p %g", i, top_k, static_cast<double>(top_p)));
+        }
+    }
+    if (clear < 4 * static_cast<int>(filters.size())) failed("only %d choices were clear", clear);
+
+    const int k = 64;
+    for (size_t i = 0; i < 7; ++i) {
+        const Device<float> logits(b, rows[i]);
+        const Device<int32_t> live = scalar(b, 1);
+        Device<int32_t> token(b, size_t{k});
+        Device<float> logp(b, size_t{k});
+        b.top_k({{1, live.data()}, logits.data(), vocab, k, token.data(), logp.data()});
+        std::vector<int32_t> order(n);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
+            return rows[i][static_cast<size_t>(x)] > rows[i][static_cast<size_t>(y)];
+        });
+        order.resize(k);
+        expect_same(token.get(), order, format("the %d best of row %zu", k, i));
+    }
 }
 
 // Order, ties at the border, the normaliser over the whole row.
