@@ -23,15 +23,16 @@ struct RouteShape {
 
 std::vector<RouteShape> route_shapes() {
     const auto sigmoid = Scoring::sigmoid_noaux_tc, softmax = Scoring::softmax_greedy;
-    std::vector<RouteShape> list = {{sigmoid, 8, 64, 2, 1, 1, true},
-                                    {sigmoid, 48, 96, 6, 8, 3, true},
-                                    {softmax, 40, 72, 5, 1, 1, false},
-                                    {softmax, 64, 64, 6, 8, 3, false},
-                                    // a last row tile that is alone and ragged, cuts of several steps, columns
-                                    // that are no multiple of a step or of 16 bytes; too wide for one cluster
-                                    {sigmoid, 100, 1100, 8, 1, 1, true},
-                                    {sigmoid, 300, 333, 8, 1, 1, true},
-                                    {softmax, 20, 8264, 3, 1, 1, false}};
+    std::vector<RouteShape> list = {
+        {sigmoid, 8, 64, 2, 1, 1, true},
+        {sigmoid, 48, 96, 6, 8, 3, true},
+        {softmax, 40, 72, 5, 1, 1, false},
+        {softmax, 64, 64, 6, 8, 3, false},
+        // a last row tile that is alone and ragged, cuts of several steps, columns
+        // that are no multiple of a step or of 16 bytes; too wide for one cluster
+        {sigmoid, 100, 1100, 8, 1, 1, true},
+        {sigmoid, 300, 333, 8, 1, 1, true},
+        {softmax, 20, 8264, 3, 1, 1, false}};
     if (!options().small) {
         list.push_back({sigmoid, 384, 7168, 8, 1, 1, true});
         list.push_back({sigmoid, 256, 7168, 8, 8, 4, true});
@@ -343,6 +344,66 @@ KDT_CASE(experts_sum_their_slots) {
             }
             check_purity(what, random, pool, run);
         }
+    }
+}
+
+// More pairs than a block sorts at once, more experts than pairs: a pair lost, given twice, or to another
+// expert.
+KDT_CASE(experts_of_many_pairs) {
+    Random random(34);
+    Backend& b = backend("f32");
+    struct Shape {
+        int experts, rows, top_k;
+    };
+    for (const Shape s : {Shape{12, 300, 4}, Shape{700, 80, 8}, Shape{40, 400, 2}}) {
+        const int hidden = 32, inner = 16, pool = 4;
+        std::vector<Weight> gate, up, down;
+        for (int e = 0; e < s.experts; ++e) {
+            const auto load = [&](int out, int in) {
+                return b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, out, in).host(),
+                                       "e");
+            };
+            gate.push_back(load(inner, hidden));
+            up.push_back(load(inner, hidden));
+            down.push_back(load(hidden, inner));
+        }
+        const ExpertSet set = b.make_experts(gate, up, down, "experts");
+        const std::vector<float> x = random_rows(random, pool, hidden);
+        std::vector<std::vector<int>> expert;
+        for (int i = 0; i < pool; ++i) {
+            expert.push_back(random.permutation(s.experts));
+            expert.back().resize(static_cast<size_t>(s.top_k));
+        }
+        const auto run = [&](const std::vector<int>& rows) {
+            std::vector<float> in;
+            std::vector<int32_t> ids;
+            for (const int row : rows) {
+                in.insert(in.end(), x.begin() + row * hidden, x.begin() + (row + 1) * hidden);
+                ids.insert(ids.end(), expert[static_cast<size_t>(row)].begin(),
+                           expert[static_cast<size_t>(row)].end());
+            }
+            const size_t n = rows.size();
+            const Device<float> dx(b, in), weight(b, std::vector<float>(ids.size(), 0.5f));
+            const Device<int32_t> de(b, ids), live = scalar(b, n);
+            Device<float> y(b, std::vector<float>(n * hidden, 0.0f));
+            b.experts({{static_cast<int>(n), live.data()},
+                       dx.data(),
+                       set,
+                       de.data(),
+                       weight.data(),
+                       s.top_k,
+                       nullptr,
+                       y.data()});
+            return rows_of(y.get(), hidden, n);
+        };
+        std::vector<std::vector<uint8_t>> alone;
+        for (int i = 0; i < pool; ++i) alone.push_back(run({i})[0]);
+        std::vector<int> rows;
+        for (int i = 0; i < s.rows; ++i) rows.push_back(random.below(pool));
+        const auto together = run(rows);
+        for (size_t i = 0; i < rows.size(); ++i)
+            expect_same(together[i], alone[static_cast<size_t>(rows[i])],
+                        format("row %zu of %d, %d experts", i, s.rows, s.experts));
     }
 }
 
