@@ -16,11 +16,12 @@ from harness.train.sources import KINDS
 VOCAB = 300
 TARGET: TargetShape = TargetShape(**{**TARGETS["micro"].__dict__, "vocab_size": VOCAB})
 DRAFT: DraftShape = DRAFTS["micro"]
+SENTENCE = "the cat saw a dog and then it ran to old house near river while birds sang above fields"
 
 
 def write_corpus(folder: Path) -> Path:
     """Sentences of few words, the same for all kinds, with a tokenizer and a manifest."""
-    words = ["the", "cat", "saw", "a", "dog", "and", "then", "it", "ran", "to", "old", "house", "near", "river", "while", "birds", "sang", "above", "fields"]
+    words = SENTENCE.split(" ")
     noise = random.Random(5)
     texts = [" ".join(noise.choice(words) for _ in range(60)) + ".\n" for _ in range(60)]
     folder.mkdir(parents=True, exist_ok=True)

@@ -70,12 +70,13 @@ def _write_texts(
     """Texts [N, length] and how many tokens of each were given."""
     texts, given = [], []
     noise = torch.Generator(device).manual_seed(training.seed)
+    choice = torch.Generator().manual_seed(training.seed)
     for i in range(training.rounds):
         if i and clock.done(0) >= training.writing:
             break
         low, high = training.prompts
-        size = int(torch.randint(low, high + 1, (1,), generator=run.generator))
-        prompt = batches.draw(training.pool, size, run.generator)
+        size = int(torch.randint(low, high + 1, (1,), generator=choice))
+        prompt = batches.draw(training.pool, size, choice)
         heat = torch.full((training.pool,), training.temperature, device=device)
         heat[: int(training.pool * training.greedy)] = 0.0
         texts.append(rollout(target, prompt, training.length, heat, device, noise).to(torch.int32))
@@ -147,8 +148,8 @@ def train_drafter(
     generator = torch.Generator().manual_seed(training.seed)
     run = Run(out, drafter, optimiser, clock, generator, "drafter")
     settings = {"draft": _plain(asdict(draft)), "training": _plain(asdict(training))}
-    texts, given = _texts(corpus, target, training, clock, device, run)
     run.resume(settings)
+    texts, given = _texts(corpus, target, training, clock, device, run, settings)
 
     while clock.done(run.step) < 1.0:
         pick = torch.randint(len(texts), (training.batch,), generator=generator).to(device)
@@ -182,17 +183,24 @@ def train_drafter(
 
 
 def _texts(
-    corpus: Path, target: Target, training: DraftTraining, clock: Clock, device: str, run: Run
+    corpus: Path,
+    target: Target,
+    training: DraftTraining,
+    clock: Clock,
+    device: str,
+    run: Run,
+    settings: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Written anew, or those of the run that is resumed."""
+    """Those of the run that is resumed, or written anew."""
     path = run.folder / ROLLOUTS
-    if path.exists() and (run.folder / "checkpoint.pt").exists():
+    if path.exists():
         saved = torch.load(path, map_location=device, weights_only=True)
-        return saved["texts"], saved["given"]
+        if saved["settings"] == settings:
+            return saved["texts"], saved["given"]
     batches = Batches(corpus, "train", training.mixture, device)  # type: ignore[arg-type]
     batches.check(target.shape.vocab_size, training.length)
     texts, given = _write_texts(target, batches, training, clock, device, run)
-    torch.save({"texts": texts, "given": given}, path)
+    torch.save({"texts": texts, "given": given, "settings": settings}, path)
     return texts, given
 
 
