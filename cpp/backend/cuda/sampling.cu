@@ -252,12 +252,16 @@ __device__ __forceinline__ int collect(Team& team) {
     }
     if (total > kCandidates) return -1;
     if (blockIdx.x != 0) return total;
-    int before = each[0];
+    for (int i = each[0] + team.thread; i < total; i += kThreads) {  // one trip for all blocks' lists
+        int at = i;
+        uint32_t rank = 0;
 #pragma unroll
-    for (uint32_t rank = 1; rank < kBlocks; ++rank) {
-        for (int i = team.thread; i < each[rank]; i += kThreads)
-            space.list[before + i] = cluster_load(space.list + i, rank);
-        before += each[rank];
+        for (uint32_t r = 0; r < kBlocks - 1; ++r)
+            if (rank == r && at >= each[r]) {
+                at -= each[r];
+                rank = r + 1;
+            }
+        space.list[i] = cluster_load(space.list + at, rank);
     }
     __syncthreads();
     constexpr int kEach = kCandidates / kThreads;
