@@ -54,4 +54,6 @@ void Backend::block_attend(const BlockAttendArgs&) {
     no_draft_ops();
 }
 
+void Backend::reserve_block_attention(int, int, int, int, int) {}  // nothing to take by default
+
 }  // namespace kdt

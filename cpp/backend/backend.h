@@ -472,6 +472,9 @@ class Backend {
     virtual void norm_rotate(const NormRotateArgs& args);
     virtual void write_key_value(const WriteKeyValueArgs& args);
     virtual void block_attend(const BlockAttendArgs& args);
+    // Scratch of `block_attend` over at most `rows` rows and `positions` positions, block included: taken
+    // ahead, because a recorded queue of ops should not allocate.
+    virtual void reserve_block_attention(int rows, int heads, int head_dim, int positions, int window);
 
   protected:
     [[noreturn]] void no_draft_ops() const;

@@ -62,6 +62,9 @@ DFlashRunner::DFlashRunner(Backend& b, const DFlashModel& model, const DFlashPla
     o_ = floats(block * c.query_width(), "draft activations");
     act_ = floats(block * c.intermediate_size, "draft activations");
     logits_ = floats(static_cast<size_t>(c.drafts()) * c.vocab_size, "draft logits");
+    for (const int window : c.window)
+        b.reserve_block_attention(c.block_rows, c.num_attention_heads, c.head_dim,
+                                  place.pages_per_sequence * kPageSize + c.block_rows, window);
 
     std::vector<float> cos, sin;
     rotary_table(c.rotary, angles(c, place), cos, sin);

@@ -80,6 +80,13 @@ class CudaBackend final : public Backend {
     void accept(const AcceptArgs& args) override;
     void commit(const CommitArgs& args) override;
 
+    bool has_draft_ops() const override { return true; }
+    void keep_taps(const KeepTapsArgs& args) override;
+    void norm_rotate(const NormRotateArgs& args) override;
+    void write_key_value(const WriteKeyValueArgs& args) override;
+    void block_attend(const BlockAttendArgs& args) override;
+    void reserve_block_attention(int rows, int heads, int head_dim, int positions, int window) override;
+
     // For benchmarks: the stream that every op is queued on, so that a graph can be captured.
     cudaStream_t stream() const { return stream_; }
 

@@ -5,6 +5,7 @@
 
 #include "backend/cuda/cache.cuh"
 #include "backend/cuda/launch.h"
+#include "backend/cuda/rope.cuh"
 
 namespace kdt::cuda {
 
@@ -122,15 +123,6 @@ __global__ void __launch_bounds__(kNormThreads, 1) rms_norm(const RmsNormArgs a,
                 y, c, a.width, wide,
                 normed(load_columns(x, c, a.width, wide), r, load_columns(a.weight, c, a.width, wide)));
     }
-}
-
-// Pair j of a rotated vector: which two elements it is.
-__device__ __forceinline__ int2 rope_pair(int j, int rope, bool interleaved) {
-    return interleaved ? make_int2(2 * j, 2 * j + 1) : make_int2(j, j + rope / 2);
-}
-
-__device__ __forceinline__ float2 rotate(float x0, float x1, float c, float s) {
-    return make_float2(fmaf(x0, c, -(x1 * s)), fmaf(x1, c, x0 * s));
 }
 
 template <bool Bf16>
