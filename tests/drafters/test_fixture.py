@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from draft_models import watch
+from draft_models import DEVICES, require, watch
 
 from kdtree_engine import DFlashDrafter, DraftOptions, Engine, EngineError, kdtr
 
@@ -21,8 +21,12 @@ def expected() -> dict[str, np.ndarray]:
     return kdtr.read(FOLDER / "expected.kdtr")
 
 
-def load(options: DraftOptions) -> Engine:
-    return Engine.load(DATA / "hf_fixture", device="cpu", threads=2, draft_model=FOLDER, draft_options=options)
+def load(options: DraftOptions, device: str = "cpu") -> Engine:
+    require(device)
+    backend, precision = DEVICES[device]
+    return Engine.load(
+        DATA / "hf_fixture", device=backend, threads=2, precision=precision, draft_model=FOLDER, draft_options=options
+    )
 
 
 def errors(engine: Engine, expected: dict[str, np.ndarray]) -> tuple[float, float]:
@@ -46,9 +50,10 @@ def errors(engine: Engine, expected: dict[str, np.ndarray]) -> tuple[float, floa
     return feature_error, logit_error
 
 
-def test_features_and_draft_logits(expected: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda_f32"])
+def test_features_and_draft_logits(expected: dict[str, np.ndarray], device: str) -> None:
     """Catches, on any machine, a drafter that computes something else than PyTorch does from the same two folders."""
-    assert max(errors(load(OPTIONS), expected)) < TOLERANCE
+    assert max(errors(load(OPTIONS, device), expected)) < TOLERANCE
     assert len(expected["draft.position"]) == 5
 
 

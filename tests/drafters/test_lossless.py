@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from draft_models import DRAFTS, TABLE, Pair, pair, watch
+from draft_models import RUN_IDS, RUNS, TABLE, Pair, pair, require, watch
 from models import prompt
 from runs import assert_same, generate, open_session
 
@@ -12,9 +12,11 @@ from kdtree_engine import _native
 SAMPLING = {"greedy": {}, "sampled": dict(temperature=0.9, top_p=0.97, seed=7)}
 
 
-@pytest.fixture(scope="module", params=list(DRAFTS))
+@pytest.fixture(scope="module", params=RUNS, ids=RUN_IDS)
 def p(request: pytest.FixtureRequest) -> Pair:
-    return pair(request.param)
+    name, device = request.param
+    require(device)
+    return pair(name, device)
 
 
 def start(p: Pair, length: int = 70, **kwargs: int) -> _native.Session:

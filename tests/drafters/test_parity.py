@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from draft_models import DRAFTS, Pair, Watched, pair, watch
+from draft_models import FLOAT32_IDS, FLOAT32_RUNS, Pair, Watched, pair, require, watch
 from models import prompt
 from runs import open_session
 
@@ -23,9 +23,9 @@ TOLERANCE = 1e-5
 
 
 @cache
-def watched(name: str) -> tuple[Pair, Watched, np.ndarray]:
+def watched(name: str, device: str = "cpu") -> tuple[Pair, Watched, np.ndarray]:
     """A generation whose paths are long (planted beside the draft model's table), and the oracle's taps of it."""
-    p = pair(name)
+    p = pair(name, device)
     plain = open_session(p.engine)
     plain.append(prompt(p.vocab, PROMPT, seed=11))
     plain.begin(TOKENS)
@@ -62,20 +62,22 @@ def logit_error(seen: Watched, logits: Callable[[int, int], np.ndarray]) -> floa
     return worst
 
 
-@pytest.mark.parametrize("name", list(DRAFTS))
-def test_features_and_logits_of_a_generation(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), FLOAT32_RUNS, ids=FLOAT32_IDS)
+def test_features_and_logits_of_a_generation(name: str, device: str) -> None:
     """Catches everything that a drafter computes wrongly in the whole path from taps to logits."""
-    p, seen, taps = watched(name)
+    require(device)
+    p, seen, taps = watched(name, device)
     oracle = p.oracle()
     assert set(seen.features) == set(range(max(seen.features) + 1)) and len(seen.features) > PROMPT + 30
     assert feature_error(seen, oracle.features(taps)) < TOLERANCE
     assert logit_error(seen, lambda root, at: oracle.logits(root, taps[:at])) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", list(DRAFTS))
-def test_keys_and_values_of_committed_positions(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), FLOAT32_RUNS, ids=FLOAT32_IDS)
+def test_keys_and_values_of_committed_positions(name: str, device: str) -> None:
     """Catches a key without its norm or angle, heads in another order, keys and values in each other's place."""
-    p, seen, taps = watched(name)
+    require(device)
+    p, seen, taps = watched(name, device)
     oracle, ready = p.oracle(), seen.session.draft_positions[0]
     features, position = oracle.features(taps[:ready]), np.arange(ready)
     for layer in range(p.draft.layers):
@@ -84,10 +86,11 @@ def test_keys_and_values_of_committed_positions(name: str) -> None:
         assert got.shape == wanted.shape and np.abs(got - wanted).max() < TOLERANCE * scale(wanted)
 
 
-@pytest.mark.parametrize("name", list(DRAFTS))
-def test_the_table_is_the_logits(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), FLOAT32_RUNS, ids=FLOAT32_IDS)
+def test_the_table_is_the_logits(name: str, device: str) -> None:
     """Catches a table from other rows or ranks than the logits have, or a softmax over less than the vocabulary."""
-    _, seen, _ = watched(name)
+    require(device)
+    _, seen, _ = watched(name, device)
     by_position = {d.position: d.logits.astype(np.float64) for d in seen.drafts}
     checked = 0
     for r in seen.rounds:

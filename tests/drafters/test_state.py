@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_models import DRAFTS, Pair, build_pair, pair, watch
+from draft_models import DRAFTS, RUN_IDS, RUNS, Pair, build_pair, pair, require, watch
 from models import prompt
 from runs import generate, open_session
 
@@ -46,9 +46,11 @@ def entries(p: Pair, session: _native.Session) -> list[bytes]:
     return [session.draft_cache(layer).tobytes() for layer in range(p.draft.layers)]
 
 
-@pytest.fixture(scope="module", params=list(DRAFTS))
+@pytest.fixture(scope="module", params=RUNS, ids=RUN_IDS)
 def p(request: pytest.FixtureRequest) -> Pair:
-    return pair(request.param)
+    name, device = request.param
+    require(device)
+    return pair(name, device)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 4, 24, 64])
@@ -84,6 +86,9 @@ def test_short_prompts_and_page_borders(p: Pair, length: int) -> None:
     seen = watch(session, 3, drafter=_native.DFlashDrafter(), budget=4)
     taps = p.taps(session.tokens)
     for draft in seen.drafts:
+        assert draft.logits.tobytes() == draft_at(p, session.tokens, draft.position).tobytes()
+        if p.device == "cuda_bf16":
+            continue  # the oracle has no bf16
         wanted = p.oracle().logits(draft.root, taps[: draft.position])
         assert np.abs(draft.logits - wanted).max() < 1e-5 * max(1, np.abs(wanted).max())
 

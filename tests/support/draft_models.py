@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 from models import ModelSpec, bf16_bits, fill, spec, tensors
 
 from harness.reference import dflash, quant
@@ -102,8 +103,37 @@ def floats(array: np.ndarray) -> np.ndarray:
     return quant.from_bf16_bits(array) if array.dtype == np.uint16 else array
 
 
-def build_pair(target: ModelSpec, draft: DraftSpec, *, threads: int = 2, isa: str = "") -> _native.Engine:
-    builder = _native.EngineBuilder(target.fields, "cpu", threads, isa)
+# Where a pair runs: its backend and precision. Everything that is bitwise holds on each; what is compared with the
+# oracle needs float32.
+DEVICES = {"cpu": ("cpu", "f32"), "cuda_f32": ("cuda", "f32"), "cuda_bf16": ("cuda", "bf16")}
+# ragged_bf16's latents are 37 wide: on CUDA in bf16 they are multiples of 8, and other models are refused.
+RUNS = [(name, at) for name in DRAFTS for at in DEVICES if (PAIRS[name], at) != ("ragged_bf16", "cuda_bf16")]
+RUN_IDS = [name if at == "cpu" else f"{name}-{at}" for name, at in RUNS]
+FLOAT32_RUNS = [run for run in RUNS if DEVICES[run[1]][1] == "f32"]
+FLOAT32_IDS = [i for i, run in zip(RUN_IDS, RUNS, strict=True) if run in FLOAT32_RUNS]
+
+
+@cache
+def no_gpu() -> str | None:
+    """Why nothing runs on CUDA here; None where it does."""
+    if not _native.build_info()["cuda"]:
+        return "this build has no CUDA backend"
+    report = _native.gpu_report()
+    return report["problem"] or (None if report["gpus"] else "no GPU was found")
+
+
+def require(device: str) -> None:
+    """Skips the test, and says so, where the device of DEVICES is not there."""
+    why = no_gpu() if DEVICES[device][0] == "cuda" else None
+    if why is not None:
+        pytest.skip(f"NOT RUN on {device}: {why}")
+
+
+def build_pair(
+    target: ModelSpec, draft: DraftSpec, *, threads: int = 2, isa: str = "", device: str = "cpu"
+) -> _native.Engine:
+    backend, precision = DEVICES[device]
+    builder = _native.EngineBuilder(target.fields, backend, threads, isa, precision)
     c = draft.config(target)
     loader = builder.add_draft_model(dict(c.fields), list(c.target_layers), list(c.window), list(c.causal))
     for name, array in draft_tensors(draft, target).items():
@@ -119,6 +149,7 @@ class Pair:
     target: ModelSpec
     draft: DraftSpec
     engine: _native.Engine = field(repr=False)
+    device: str = "cpu"
 
     @property
     def vocab(self) -> int:
@@ -138,9 +169,10 @@ class Pair:
 
 
 @cache
-def pair(name: str) -> Pair:
+def pair(name: str, device: str = "cpu") -> Pair:
+    """A pair of DRAFTS on a device of DEVICES, which must be there (`require`)."""
     target, draft = TARGETS[PAIRS[name]], DRAFTS[name]
-    return Pair(target, draft, build_pair(target, draft))
+    return Pair(target, draft, build_pair(target, draft, device=device), device)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "backend/cuda/draft.h"
+#include "backend/cuda/draft_plan.h"
 #include "core/rotary.h"
 #include "draft/dflash.h"
 #include "testing.h"
