@@ -78,6 +78,7 @@ void ModelConfig::validate() const {
                 "rope_original_max_position_embeddings must be at least 1 with YaRN");
         require(rope_beta_fast > 0 && rope_beta_slow > 0,
                 "rope_beta_fast and rope_beta_slow must be positive with YaRN");
+        require(rope_beta_fast >= rope_beta_slow, "rope_beta_fast must not be below rope_beta_slow");
         require(rope_mscale >= 0 && rope_mscale_all_dim >= 0,
                 "rope_mscale and rope_mscale_all_dim must not be negative");
     }
@@ -85,6 +86,7 @@ void ModelConfig::validate() const {
     require(moe_intermediate_size >= 1, "moe_intermediate_size must be at least 1 with routed experts");
     require(num_experts_per_tok >= 1 && num_experts_per_tok <= n_routed_experts,
             "num_experts_per_tok must lie between 1 and n_routed_experts");
+    require(routed_scaling_factor > 0, "routed_scaling_factor must be positive: at 0 no expert counts");
     require(n_routed_experts % n_group == 0, "n_routed_experts must be a multiple of n_group");
     require(topk_group <= n_group, "topk_group must not exceed n_group");
     const int reachable = n_routed_experts / n_group * topk_group;

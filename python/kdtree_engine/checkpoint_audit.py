@@ -34,6 +34,7 @@ __all__ = ["Item", "Names", "audit", "require_all"]
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_MTP_MARK = ".eh_proj."  # joins the hidden state and the next token; no other layer has it
 _FLOATS = ("F32", "BF16", "F16")
 # Spellings of the text model inside a multimodal one, longest first, and what they stand for.
 _PREFIXES = (
@@ -69,7 +70,9 @@ class Names:
 
     def __init__(self, config: ModelConfig) -> None:
         self._skipped = config.skipped
-        self._extra = range(int(config["num_hidden_layers"]), int(config["num_hidden_layers"]) + config.extra_layers)
+        self._layers = int(config["num_hidden_layers"])
+        self._extra = range(self._layers, self._layers + config.extra_layers)
+        self._left_out: dict[int, bool] = {}  # layers of multi-token prediction, and whether their mark was there
 
     def canonical(self, name: str) -> str | None:
         """The engine's name of a stored tensor; None for one that is ignored."""
@@ -81,9 +84,21 @@ class Names:
                     name = plain + name[len(prefix) :]
                     break
         layer = _LAYER.match(name)
-        if (layer is not None and int(layer[1]) in self._extra) or name.endswith("rotary_emb.inv_freq"):
+        if layer is not None and (number := int(layer[1])) in self._extra:
+            self._left_out[number] = self._left_out.get(number, False) or _MTP_MARK in name
             return None
-        return name
+        return None if name.endswith("rotary_emb.inv_freq") else name
+
+    def check_left_out(self, path: Path) -> None:
+        """That what was left out as a layer of multi-token prediction is one; else num_hidden_layers is too small.
+        To be called when all names have been seen."""
+        for number, marked in sorted(self._left_out.items()):
+            if not marked:
+                fail(
+                    "bad_model",
+                    f"{path}: num_hidden_layers is {self._layers}, but model.layers.{number} is an ordinary layer: "
+                    "one of multi-token prediction has eh_proj",
+                )
 
 
 def require_all(path: Path, wanted: Sequence[str], missing: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ __all__ = ["Folder", "as_array", "open_shards", "refuse_zeros"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_KINDS = (".json", ".safetensors", ".model", ".jinja")  # files that are read
+_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
 _PROBES = 8  # places of each file that are looked at before loading
 _PROGRESS_SECONDS = 0.05
 
@@ -40,15 +43,18 @@ class Folder(CheckpointBase):
     def __init__(self, path: Path, latent_norm_eps: float = DEFAULT_LATENT_NORM_EPS) -> None:
         self.path = path
         self._files: list[SafetensorsFile] = []
+        _refuse_dangling(path)
         config_path = path / "config.json"
         if not config_path.exists():
             fail("bad_file", f"the folder {path} has no config.json")
         self.config = parse_config(load_json(config_path), str(config_path), latent_norm_eps)
         try:
-            canonical = Names(self.config).canonical
+            names = Names(self.config)
+            canonical = names.canonical
             with collector_paused():
                 self._entries = open_shards(path, self._files)
                 self._named = [(canonical(name), entry) for name, entry in self._entries.items()]
+            names.check_left_out(path)
         except BaseException:
             self.close()
             raise
@@ -141,7 +147,9 @@ def open_shards(path: Path, files: list[SafetensorsFile]) -> dict[str, TensorEnt
         fail("bad_file", f"the folder {path} has both {_SINGLE} and {_INDEX}; expected one of them")
     if not index.exists():
         if not single.exists():
-            fail("bad_file", f"the folder {path} has neither {_SINGLE} nor {_INDEX}")
+            others = sorted(p.name for p in path.iterdir() if p.suffix in _OTHER_WEIGHTS)
+            found = f"; {others[0]} is of a format that is not read" if others else ""
+            fail("bad_file", f"the folder {path} has neither {_SINGLE} nor {_INDEX}{found}")
         _refuse_strays(path, {_SINGLE})
         files.append(SafetensorsFile(single))
         return dict(files[0].tensors)
@@ -173,6 +181,17 @@ def open_shards(path: Path, files: list[SafetensorsFile]) -> dict[str, TensorEnt
         name = next(name for name in weight_map if name not in entries)
         fail("bad_file", f"{index} is stale: {weight_map[name]} does not hold {name}")
     return entries
+
+
+def _refuse_dangling(folder: Path) -> None:
+    """Links whose file is gone, as in a download cache that was cleaned: not the same as a file that never was."""
+    try:
+        found = sorted(folder.iterdir())
+    except OSError as error:
+        fail("io", f"cannot read the folder {folder}: {error.strerror or error}", error)
+    for path in found:
+        if path.suffix in _KINDS and path.is_symlink() and not os.path.exists(path):
+            fail("bad_file", f"{path} is a link to {os.readlink(path)}, which does not exist or cannot be reached")
 
 
 def _refuse_strays(folder: Path, known: set[str]) -> None:

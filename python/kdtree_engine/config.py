@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,17 +25,23 @@ from .errors import fail
 __all__ = [
     "DEFAULT_LATENT_NORM_EPS",
     "FIELDS",
+    "LFS_POINTER",
     "ModelConfig",
+    "check_eos",
     "load_json",
     "parse_config",
     "parse_eos",
     "parse_json",
+    "read_regular",
     "real_number",
 ]
 
 DEFAULT_LATENT_NORM_EPS = 1e-6
 """eps of q_a_layernorm and kv_a_layernorm. No config states it: the reference implementation uses its norm
 class's default of 1e-6 whatever ``rms_norm_eps`` says, some other engines use ``rms_norm_eps``."""
+
+LFS_POINTER = b"version https://git-lfs"
+_MAX_JSON = 1 << 28  # an index of 200,000 tensors has 20 MB
 
 _INTEGERS = (
     "vocab_size",
@@ -96,15 +104,31 @@ class ModelConfig:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; EngineError as from `parse_json`, or ``io``."""
+    """The JSON object in `path`; EngineError as from `parse_json` and `read_regular`."""
+    return parse_json(read_regular(path, _MAX_JSON), str(path))
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a regular file of at most `most`; EngineError ``io`` or ``bad_file``. A pipe would be waited for
+    and a device read without end."""
     try:
-        return parse_json(path.read_bytes(), str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                fail("bad_file", f"{path} is not a regular file")
+            data = file.read(most + 1)
     except OSError as error:
         fail("io", f"cannot read {path}: {error.strerror or error}", error)
+    if len(data) > most:
+        fail("bad_file", f"{path} has more than {most} bytes, which no file of this kind needs")
+    return data
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object; EngineError ``bad_file`` for anything else, for a repeated key and for NaN."""
+
+    if data.startswith(LFS_POINTER):
+        fail("bad_file", f"{where} is a pointer of Git LFS, not the file itself; expected JSON")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -141,6 +165,13 @@ def parse_eos(config: Mapping[str, Any], where: str) -> frozenset[int]:
     return frozenset(ids)
 
 
+def check_eos(tokens: Iterable[int], vocab_size: float, where: str) -> None:
+    """That the model has these tokens; EngineError ``bad_model``."""
+    for token in tokens:
+        if token >= vocab_size:
+            fail("bad_model", f"{where}: eos_token_id is {token}, but vocab_size is {vocab_size:.0f}")
+
+
 def parse_config(
     config: Mapping[str, Any], where: str = "config.json", latent_norm_eps: float = DEFAULT_LATENT_NORM_EPS
 ) -> ModelConfig:
@@ -171,6 +202,9 @@ class _Reader:
         quantization = self.quantization()
         extra_layers = self.extra_layers()
         fields: dict[str, float] = {key: self.integer(key) for key in _INTEGERS}
+        check_eos(eos, fields["vocab_size"], self.where)
+        if fields["max_position_embeddings"] < 1:
+            self.bad(f"max_position_embeddings is {fields['max_position_embeddings']:.0f}; expected at least 1")
         fields |= {key: self.integer(key, nullable=True) for key in _INTEGERS_OR_NULL}
         fields |= {key: self.real(key) for key in _REALS}
         fields |= {key: float(self.flag(key)) for key in _FLAGS}
@@ -211,6 +245,7 @@ class _Reader:
             self.bad(f"the field {wrapper.placeholder[0]} is missing")
         placeholders = frozenset(int(self.integer(key)) for key in found)
         eos = parse_eos(self.left, self.where)
+        check_eos(eos, text["vocab_size"], self.where)
         self.finish(IGNORABLE | wrapper.ignorable)
         return replace(
             text,

@@ -20,7 +20,7 @@ import numpy as np
 
 from . import _native
 from .checkpoint import ROUNDINGS, Bundle, Progress, Rounding, naming, open_checkpoint
-from .config import ModelConfig
+from .config import ModelConfig, check_eos
 from .draft_model import DraftModel, DraftOptions
 from .errors import EngineError, fail
 from .sampling import integer
@@ -206,7 +206,9 @@ def _text_side(path: Path, config: ModelConfig) -> tuple[Tokenizer | None, froze
     if path.is_dir():
         tokenizer = load_tokenizer(path, int(config["vocab_size"]))
         ends = tokenizer.end_tokens if tokenizer is not None else frozenset[int]()
-        return tokenizer, config.eos_token_ids | generation_eos(path) | ends
+        also = generation_eos(path)
+        check_eos(also, config["vocab_size"], str(path / "generation_config.json"))
+        return tokenizer, config.eos_token_ids | also | ends
     return (ByteTokenizer() if config["vocab_size"] >= 256 else None), frozenset()
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import parse_json
+from .config import LFS_POINTER, parse_json
 from .errors import fail
 
 __all__ = ["DTYPE_BYTES", "SafetensorsFile", "TensorEntry"]
@@ -40,6 +40,7 @@ DTYPE_BYTES = {
     "F64": 8,
 }
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_MAX_NAME = 512
 _MAX_HEADER = 100_000_000  # the format's own cap
 
 
@@ -108,6 +109,8 @@ class SafetensorsFile:
             self._bad(f"the file has {self.size} bytes; expected at least 8, the length of its header")
         raw = bytearray(8)
         self.read_into(memoryview(raw), 0)
+        if LFS_POINTER.startswith(raw):
+            self._bad("a pointer of Git LFS, not the weights themselves")
         (length,) = struct.unpack("<Q", raw)
         if length > _MAX_HEADER:
             self._bad(f"the header says that it has {length} bytes; at most {_MAX_HEADER} are allowed")
@@ -132,6 +135,8 @@ class SafetensorsFile:
         return {entry.name: entry for entry in entries}
 
     def _entry(self, name: str, value: Any, base: int) -> TensorEntry:
+        if len(name) > _MAX_NAME:
+            self._bad(f"a tensor has a name of {len(name)} characters; at most {_MAX_NAME} are allowed")
         if not name.isprintable() or not name:
             self._bad(f"a tensor is called {name!a}; expected printable characters")
         if not isinstance(value, dict) or value.keys() != _FIELDS:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from functools import cache
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import load_json
+from .config import load_json, read_regular
 from .errors import EngineError, fail
 
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["MAX_OUTPUT", "ChatTemplate", "Message", "load_template"]
+__all__ = ["MAX_OUTPUT", "MAX_STEPS", "ChatTemplate", "Message", "load_template"]
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and whatever else a template asks for (``name``, ``reasoning_content``)."""
@@ -30,7 +32,12 @@ Message = Mapping[str, Any]
 MAX_OUTPUT = 1 << 24
 """Characters that a template may make: more than any context holds."""
 
+MAX_STEPS = 2_000_000
+"""Rounds of loops and calls that a template may take: a second or two; a long conversation takes thousands."""
+
 _MAX_FILE = 1 << 20
+_WIDE = re.compile(r"[0-9]{6}|\*|\{[^}]*\{")  # in a format: a width of a million, or one that is an argument
+_WIDTHS = ("batch", "center", "indent", "slice", "wordwrap")  # filters that take one
 _MAX_POWER = 64  # exponent of a power in a template
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -61,13 +68,7 @@ def load_template(folder: Path) -> ChatTemplate | None:
 def read_template(file: Path) -> str:
     """The text of a template's file; EngineError ``io`` or ``bad_file``."""
     try:
-        with open(file, "rb") as stream:
-            data = stream.read(_MAX_FILE + 1)
-        if len(data) > _MAX_FILE:
-            fail("bad_file", f"{file} is no template: more than {_MAX_FILE} bytes")
-        return data.decode()
-    except OSError as error:
-        fail("io", f"cannot read {file}: {error.strerror or error}", error)
+        return read_regular(file, _MAX_FILE).decode()
     except UnicodeDecodeError as error:
         fail("bad_file", f"{file} is not UTF-8 at byte {error.start}", error)
 
@@ -133,6 +134,7 @@ class ChatTemplate:
             fail("invalid_argument", f"messages and variables of a template must be plain data: {error}", error)
         parts: list[str] = []
         size = 0
+        _steps.left = MAX_STEPS
         try:
             for part in self._template.generate(plain):
                 parts.append(part)
@@ -148,7 +150,14 @@ class ChatTemplate:
         except Exception as error:  # whatever a program can do wrong
             kind = "" if isinstance(error, errors.TemplateError) else f"{type(error).__name__}: "
             fail("bad_file", f"{self.where}: the template fails: {kind}{error}", error)
-        return "".join(parts)
+        text = "".join(parts)
+        if not text.isascii() and (at := re.search("[\ud800-\udfff]", text)) is not None:
+            fail("bad_file", f"{self.where}: the template makes half a character (a lone surrogate) at {at.start()}")
+        return text
+
+
+_steps = threading.local()
+"""``left``: what the rendering on this thread may still do."""
 
 
 class _Refused(Exception):
@@ -189,6 +198,52 @@ def _sandbox() -> jinja2.Environment:
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
     from jinja2.sandbox import SandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
+
+    def step() -> None:
+        _steps.left -= 1
+        if _steps.left < 0:
+            raise SecurityError(f"more than {MAX_STEPS} rounds of loops and calls")
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            step()
+            yield item
+
+    def bounded(text: Any) -> Any:
+        if len(text) > MAX_OUTPUT:
+            raise SecurityError(f"a text of more than {MAX_OUTPUT} characters")
+        return text
+
+    def narrow(*values: object) -> None:
+        for value in values:
+            if isinstance(value, int) and abs(value) > MAX_OUTPUT:
+                raise SecurityError(f"the width {value}")
+
+    def narrowed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)  # keeps what jinja2 notes on its filters
+        def call(*args: Any, **named: Any) -> Any:
+            narrow(*args, *named.values())
+            return function(*args, **named)
+
+        return call
+
+    def formatted(form: Any, *args: Any, **named: Any) -> Any:
+        if _WIDE.search(str(form)):
+            raise SecurityError("a format with a width of a million or one that is an argument")
+        return str(form) % (named or args)
+
+    class Counter(NodeTransformer):
+        """Puts every loop's items through `counted` and every joined text through `bounded`."""
+
+        def visit_For(self, node: Any) -> Any:
+            self.generic_visit(node)
+            node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return nodes.Filter(node, "_bounded", [], [], None, None, lineno=node.lineno)
 
     class Generation(Extension):
         """``{% generation %}``, which marks answers for training, is the text inside it."""
@@ -201,11 +256,30 @@ def _sandbox() -> jinja2.Environment:
             return nodes.Scope(body).set_lineno(line)
 
     class Sandbox(SandboxedEnvironment):
-        """Templates get copies, so changing lists is allowed; making huge ones is not."""
+        """Templates get copies, so changing lists is allowed; making huge ones is not, nor running for ever."""
 
-        intercepted_binops = frozenset(("*", "**"))
+        intercepted_binops = frozenset(("*", "**", "%", "+"))
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
+            return Counter().visit(super()._parse(source, name, filename))
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **named: Any) -> Any:
+            step()
+            if isinstance(getattr(obj, "__self__", None), (str, bytes)):
+                narrow(*args, *named.values())
+            return super().call(context, obj, *args, **named)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            made = super().wrap_str_format(value)
+            if made is not None and _WIDE.search(value.__self__):
+                raise SecurityError("a format with a width of a million or one that is an argument")
+            return made
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "%" and isinstance(left, str):
+                return formatted(left, *(right if isinstance(right, tuple) else (right,)))
+            if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+                return bounded(left + right)
             if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= _MAX_POWER):
                 raise SecurityError(f"a power with the exponent {right!r}")
             if operator == "*":
@@ -215,6 +289,8 @@ def _sandbox() -> jinja2.Environment:
             return super().call_binop(context, operator, left, right)
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=(Generation, "jinja2.ext.loopcontrols"))
-    environment.filters["tojson"] = _to_json
+    environment.filters |= {name: narrowed(environment.filters[name]) for name in _WIDTHS}
+    environment.filters |= {"tojson": _to_json, "format": formatted, "_counted": counted, "_bounded": bounded}
+    environment.globals.pop("lipsum", None)  # a maker of text for demonstrations
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment

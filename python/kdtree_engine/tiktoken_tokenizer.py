@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import load_json
+from .config import load_json, read_regular
 from .errors import fail
 from .tokenizer import END_NAMES, ByteStream, TextStream, checked_text, decode_with
 
@@ -120,13 +120,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
     Raises EngineError: ``io``, or ``bad_file`` naming the line.
     """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        fail("io", f"cannot read {path}: {error.strerror or error}", error)
-    if len(data) > _MAX_FILE:
-        fail("bad_file", f"{path} is no tokenizer: more than {_MAX_FILE} bytes")
+    data = read_regular(path, _MAX_FILE)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from .config import load_json, parse_eos
+from .config import load_json, parse_eos, read_regular
 from .errors import fail
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ __all__ = [
     "generation_eos",
     "load_tokenizer",
 ]
+
+_MAX_FILE = 1 << 28  # a tokenizer.json of 160,000 tokens has some 10 MB
 
 
 class TextStream(Protocol):
@@ -90,7 +92,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | N
 
         return TiktokenTokenizer(folder, vocab_size)
     path = folder / "tokenizer.json"
-    return FileTokenizer(path) if path.exists() else None
+    return FileTokenizer(path, vocab_size) if path.exists() else None
 
 
 def generation_eos(folder: Path) -> frozenset[int]:
@@ -123,11 +125,15 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, read by the ``tokenizers`` library; EngineError ``bad_file`` where it cannot be."""
+    """A tokenizer.json, read by the ``tokenizers`` library; EngineError ``bad_file`` where it cannot be, or where
+    its vocabulary has ids that a model of `vocab_size` tokens does not have. (Fewer are usual: models pad theirs.)"""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
         self._path = path
         self._plain = self._read()
+        most = max(self._plain.get_vocab(with_added_tokens=False).values(), default=-1)
+        if vocab_size is not None and most >= vocab_size:
+            fail("bad_file", f"{path} has the token id {most}, but the model's vocab_size is {vocab_size}")
         self._plain.encode_special_tokens = True  # that is: encode their markers as ordinary text
         self._byte_level = type(self._plain.decoder).__name__ == "ByteLevel"
         added = self._plain.get_added_tokens_decoder()
@@ -158,8 +164,9 @@ class FileTokenizer:
         except ImportError as error:
             hint = "pip install 'kdtree-engine[hf]'"
             fail("unsupported", f"reading {self._path} needs the package tokenizers: {hint}", error)
+        data = read_regular(self._path, _MAX_FILE)
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(self._path))
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing more specific
             fail("bad_file", f"{self._path} is not a tokenizer: {error}", error)
         # Files may carry the settings of a training run, which would silently cut a prompt or fill it up.

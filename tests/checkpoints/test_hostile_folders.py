@@ -142,10 +142,45 @@ def pipe_for_a_shard(path: Path) -> None:
     os.mkfifo(path / FIRST)
 
 
+def pipe_for_the_config(path: Path) -> None:
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+
+
+def linked(name: str, target: str) -> Damage:
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to(target)
+
+    return damage
+
+
+def dangling(name: str) -> Damage:
+    return linked(name, "../blobs/0123abcd")
+
+
+def more_tokens(path: Path) -> None:
+    vocab = {chr(0x100 + i): i for i in range(301)}
+    made = {"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    (path / "tokenizer.json").write_text(json.dumps(made))
+
+
+def another_format(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model-00001-of-00002.bin").write_bytes(b"PK")
+
+
+def longest(fields: dict[str, Any]) -> None:
+    fields["x" * 100_000] = fields.pop("lm_head.weight")
+
+
 def nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 4976698672\n"
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
 GROUPS_OF_128 = json.loads(json.dumps(INT4).replace("32", "128"))
 SLOW_PATTERN = INT4 | {"ignore": ["re:(x+)+y"]}
 E = "model.layers.1.mlp.experts.1.gate_proj"
@@ -173,6 +208,26 @@ DAMAGED: dict[str, tuple[Damage, list[str]]] = {
     "config: no quantization_config": (config(quantization_config=...), ["weight_packed", "no quantization_config"]),
     "config: groups of 128": (config(quantization_config=GROUPS_OF_128), ["group_size"]),
     "config: a pattern without end": (config(quantization_config=SLOW_PATTERN), ["ignore", "(x+)+y"]),
+    "config: a pipe": (pipe_for_the_config, ["config.json", "regular file"]),
+    "config: an endless device": (linked("config.json", "/dev/zero"), ["config.json", "regular file"]),
+    "config: a link to nowhere": (dangling("config.json"), ["config.json", "blobs/0123abcd"]),
+    "config: a pointer of Git LFS": (text("config.json", LFS), ["config.json", "Git LFS"]),
+    "config: a layer cut off as if for multi-token prediction": (
+        config(num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=1), ["model.layers.1", "eh_proj"],
+    ),
+    "config: an end that no token is": (config(eos_token_id=[1, 300]), ["eos_token_id is 300", "vocab_size is 300"]),
+    "config: experts that do not count": (config(routed_scaling_factor=0), ["routed_scaling_factor"]),
+    "config: a ramp that runs backwards": (
+        config(rope_scaling=YARN | {"beta_fast": 1, "beta_slow": 32}), ["rope_beta_fast", "rope_beta_slow"],
+    ),
+    "config: no position": (config(max_position_embeddings=0), ["max_position_embeddings is 0"]),
+    # text
+    "tokenizer: a link to nowhere": (dangling("tokenizer.json"), ["tokenizer.json", "blobs/0123abcd"]),
+    "tokenizer: a pipe": (lambda p: os.mkfifo(p / "tokenizer.json"), ["tokenizer.json", "regular file"]),
+    "tokenizer: more tokens than the model": (more_tokens, ["tokenizer.json", "id 300", "vocab_size is 300"]),
+    "generation_config: another model's end": (
+        text("generation_config.json", '{"eos_token_id": 99999}'), ["generation_config.json", "99999"],
+    ),
     # index
     "index: gone": (lambda p: (p / INDEX).unlink(), ["neither", INDEX]),
     "index: not JSON": (text(INDEX, "{"), [INDEX]),
@@ -199,6 +254,10 @@ DAMAGED: dict[str, tuple[Damage, list[str]]] = {
     "shard: a shape past all memory": (header(FIRST, huge), [FIRST]),
     "shard: a dtype of the future": (header(FIRST, lambda f: first_tensor(f).update(dtype="F4")), [FIRST, "F4"]),
     "shard: a name with a zero byte": (header(FIRST, renamed), [FIRST]),
+    "shard: a name without end": (header(FIRST, longest), [FIRST, "100000 characters"]),
+    "shard: a pointer of Git LFS": (text(FIRST, LFS), [FIRST, "Git LFS"]),
+    "shard: a link to nowhere": (dangling(LAST), [LAST, "blobs/0123abcd"]),
+    "shard: another format": (another_format, ["neither", "pytorch_model-00001-of-00002.bin"]),
     "shard: a link to itself": (link_to_itself, [FIRST]),
     "shard: a folder": (folder_for_a_shard, [FIRST]),
     "shard: a pipe": (pipe_for_a_shard, [FIRST]),

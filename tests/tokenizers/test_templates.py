@@ -188,6 +188,48 @@ def test_templates_cannot_fill_memory(source: str) -> None:
     assert len(render("{{ 'ab' * n }}", n=MAX_OUTPUT // 2)) == MAX_OUTPUT
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(99) }}",
+        "{% set ns = namespace(a='aa') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+        "{% set ns = namespace(a='aa') %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ 'a' | center(9999999999) }}",
+        "{{ 'a'.ljust(9999999999) }}",
+        "{{ [1] | batch(9999999999, 0) | list }}",
+        "{{ lipsum(n=9999999) }}",
+    ],
+)
+def test_templates_cannot_run_for_ever(source: str) -> None:
+    """Catches loops that make nothing, calls that multiply, texts that double, and widths: each took the program's
+    time or memory without end."""
+    started = time.monotonic()
+    assert refused(source).code == "bad_file" and time.monotonic() - started < 30
+
+
+def test_what_counts_steps_changes_no_template() -> None:
+    """Catches a counted loop that has lost what ``loop`` knows, and formats that are refused without need."""
+    source = (
+        "{% for m in [1, 2, 3] %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{{ loop.previtem }}"
+        "{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() if v %}{{ k ~ v }}{% endfor %}"
+        "{% for x in undefined_thing %}x{% else %}-{% endfor %}"
+        "{{ '%05.1f|%s' % (2.25, 'x') }}{{ '{:>4}'.format(7) }}{{ 'b' | center(3) }}{{ [1] + [2] }}{{ 'a' + 'b' }}"
+        "{% for n in [[1, [2]], [3]] recursive %}{{ loop(n) if n is iterable else n }}{% endfor %}"
+    )
+    assert render(source) == "1/3,2/3,13/32a1-002.2|x   7 b [1, 2]ab123"
+
+
+def test_half_a_character_is_the_templates_fault() -> None:
+    assert "surrogate" in str(refused(r"{{ '\ud800' }}"))
+
+
 def test_only_plain_data_goes_in() -> None:
     """Catches an object whose methods a template could call."""
     with pytest.raises(EngineError, match="plain data") as caught:
