@@ -27,6 +27,7 @@ __all__ = ["new_optimiser", "train_target"]
 _EXPORT_EVERY = 100.0  # seconds
 _CHECKPOINT_EVERY = 150.0
 _LONGEST_COMPILE = 80.0
+_MOST_OFF = 0.15  # of the gradient's length: bf16 sends a few tokens to other experts
 
 
 def new_optimiser(model: Target, training: Training) -> Optimiser:
@@ -47,15 +48,13 @@ def _compiled(model: Target, batch: torch.Tensor, device: str, say: Callable[[st
     previous = signal.signal(signal.SIGALRM, _too_slow)
     signal.setitimer(signal.ITIMER_REAL, _LONGEST_COMPILE)
     try:
-        with torch.no_grad():
-            wanted = loss_of(model, batch, device)[0].item()
+        wanted, gradient = _loss_and_gradient(model, batch, device)
         model.run = [torch.compile(layer, dynamic=False) for layer in model.layers]
-        loss, _ = loss_of(model, batch, device)
-        loss.backward()
-        if not abs(loss.item() - wanted) < 0.02 * wanted:
-            raise RuntimeError(f"loss {loss.item():.4f} instead of {wanted:.4f}")
-        if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
-            raise RuntimeError("a gradient is no number")
+        loss, other = _loss_and_gradient(model, batch, device)
+        off = float((other - gradient).norm() / gradient.norm())
+        say(f"compiled: loss {loss:.5f} for {wanted:.5f}, gradient off by {off:.4f}")
+        if not (abs(loss - wanted) < 0.01 * wanted and off < _MOST_OFF):
+            raise RuntimeError("the compiled layers compute something else")
         say(f"layers compiled in {time.monotonic() - begun:.1f} s")
     except Exception as error:  # whatever a compiler may raise: the plain layers always work
         model.run = list(model.layers)
@@ -65,6 +64,14 @@ def _compiled(model: Target, batch: torch.Tensor, device: str, say: Callable[[st
         signal.signal(signal.SIGALRM, previous)
     for p in model.parameters():
         p.grad = None
+
+
+def _loss_and_gradient(model: Target, batch: torch.Tensor, device: str) -> tuple[float, torch.Tensor]:
+    for p in model.parameters():
+        p.grad = None
+    loss, _ = loss_of(model, batch, device)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def _too_slow(*_: object) -> None:

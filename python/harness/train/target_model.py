@@ -48,6 +48,9 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Norm(nn.RMSNorm):
     """In float32, whatever comes in."""
 
@@ -144,10 +147,16 @@ class Experts(nn.Module):
             load = torch.zeros_like(score).scatter(-1, index, 1.0).sum(dim=0)
         return dense, load
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(self) -> Weights:
+        """Gate, up and down as the file will hold them. Not part of `forward`: a compiler fuses it, and then leaves
+        out that scales are rounded to bf16."""
+        gate, up, down = ((fake_quantized(w) if self.quantized else w) for w in (self.gate, self.up, self.down))
+        return gate, up, down
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.flatten(0, -2)
         weight, load = self.route(rows)
-        gate, up, down = ((fake_quantized(w) if self.quantized else w) for w in (self.gate, self.up, self.down))
+        gate, up, down = weights
         inner = F.silu(F.linear(rows, gate.flatten(0, 1))) * F.linear(rows, up.flatten(0, 1))
         experts = weight.shape[1]
         inner = (inner.unflatten(-1, (experts, -1)) * weight.to(inner.dtype).unsqueeze(-1)).flatten(-2)
@@ -166,13 +175,19 @@ class Layer(nn.Module):
         self.dense = dense
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache | None = None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weights: Weights | None,
+        cache: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream after this layer, and the experts' loads (of no experts where it is dense)."""
+        """The residual stream after this layer, and the experts' loads (of no experts where it is dense). weights:
+        what `Experts.values` gave; None in a dense layer."""
         x = x + self.attention(self.attention_norm(x), cos, sin, cache)
-        if self.dense:
+        if weights is None:
             return x + self.mlp(self.mlp_norm(x)), x.new_zeros(0)
-        y, load = self.mlp(self.mlp_norm(x))
+        y, load = self.mlp(self.mlp_norm(x), weights)
         return x + y, load
 
 
@@ -219,8 +234,10 @@ class Target(nn.Module):
         cos, sin = self.cos[start:end], self.sin[start:end]
         x = self.embed(tokens)
         taps, loads = [], []
-        for i, layer in enumerate(self.run if caches is None else self.layers):
-            x, load = layer(x, cos, sin, caches[i] if caches else None)
+        for i, layer in enumerate(self.layers):
+            run = layer if caches else self.run[i]
+            weights = None if layer.dense else layer.mlp.values()
+            x, load = run(x, cos, sin, weights, caches[i] if caches else None)
             taps.append(x)
             if load.numel():
                 loads.append(load)
