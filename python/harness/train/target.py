@@ -27,7 +27,7 @@ __all__ = ["new_optimiser", "train_target"]
 _EXPORT_EVERY = 100.0  # seconds
 _CHECKPOINT_EVERY = 150.0
 _LONGEST_COMPILE = 80.0
-_MOST_OFF = 0.15  # of the gradient's length: bf16 sends a few tokens to other experts
+_MOST_OFF = 0.3  # of the gradient's length: bf16 sends a few tokens to other experts
 
 
 def new_optimiser(model: Target, training: Training) -> Optimiser:
