@@ -83,6 +83,8 @@ class Names:
                 if name.startswith(prefix):
                     name = plain + name[len(prefix) :]
                     break
+            if name.startswith("model.blocks."):  # transformers 5 renames these with the vision tower's
+                name = "model.layers." + name[len("model.blocks.") :]
         layer = _LAYER.match(name)
         if layer is not None and (number := int(layer[1])) in self._extra:
             self._left_out[number] = self._left_out.get(number, False) or _MTP_MARK in name

@@ -30,11 +30,11 @@ from .quantize import dequantize, from_bf16_bits
 
 __all__ = ["EXPERT", "FLOATS", "Matrix", "Part", "Source", "Stored", "open_source"]
 
-EXPERT = re.compile(r"(?:.*\.)?layers\.[0-9]+\.mlp\.experts\.[0-9]+\.(?:gate|up|down)_proj")
+EXPERT = re.compile(r"(?:.*\.)?(?:layers|blocks)\.[0-9]+\.mlp\.experts\.[0-9]+\.(?:gate|up|down)_proj")
 """Modules of routed experts."""
 
 FLOATS = ("F32", "BF16", "F16")
-_FUSED = re.compile(r"((?:.*\.)?layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"((?:.*\.)?(?:layers|blocks)\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _PARTS = ("weight_scale", "weight_shape", "weight_scale_inv")  # belong to the main tensor of their module
 _NUMPY = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "I32": "<i4", "F8_E4M3": "u1"}
 

@@ -68,9 +68,11 @@ def test_kimi_k25_as_published(tmp_path: Path) -> None:
     compare(models.write(tmp_path / "k25", models.wrapped(tensors), outer), model)
 
 
-def test_kimi_k25_as_transformers_5_saves_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("original_format", [False, True])
+def test_kimi_k25_as_transformers_5_saves_it(tmp_path: Path, original_format: bool) -> None:
+    """In what it takes for the original format, it calls the text model's layers blocks, as the vision tower's."""
     model = models.kimi_k25(seed=2)
-    model.save_pretrained(tmp_path, save_original_format=False)
+    model.save_pretrained(tmp_path, save_original_format=original_format)
     compare(tmp_path, model)
     engine = Engine.load(tmp_path, device="cpu")
     with pytest.raises(EngineError, match=f"{models.PLACEHOLDER} stands for an image"):
