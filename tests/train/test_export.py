@@ -67,9 +67,7 @@ def test_engine_has_the_logits_of_the_torch_model(folders: Path) -> None:
 
 def test_engine_drafts_what_the_torch_drafter_drafts(folders: Path) -> None:
     """Catches anchors, positions, taps or the mask's embedding that differ between training and use."""
-    from harness.train.drafter_model import Drafter
-    from harness.train.export import load_target
-    from harness.train.tensors import read
+    from harness.train.export import load_drafter, load_target
 
     engine = Engine.load(folders / "model", device="cpu", threads=2, draft_model=folders / "draft")
     prompt = [20 + i for i in range(24)]
@@ -85,9 +83,8 @@ def test_engine_drafts_what_the_torch_drafter_drafts(folders: Path) -> None:
     assert len(seen.drafts) >= 4
 
     target = load_target(folders / "model", "cpu")
-    drafter = Drafter(micro.DRAFT, micro.TARGET)
-    stored = {n: t.float() for n, t in read(folders / "draft" / "model.safetensors").items()}
-    drafter.load_state_dict(stored | {"mask": target.embed.weight[9].detach()}, strict=True)
+    drafter, shape = load_drafter(folders / "draft", target, "cpu")
+    assert shape == micro.DRAFT
     text = torch.tensor([session.tokens])
     with torch.no_grad():
         streams = target.hidden(text)[1]

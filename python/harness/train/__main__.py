@@ -154,5 +154,32 @@ def drafter(
     _guarded(work)
 
 
+@app.command()
+def evaluate(
+    corpus: Corpus,
+    target: Annotated[Path, typer.Option(help="The model folder of a target.")],
+    draft: Annotated[Path | None, typer.Option(help="The folder of its drafter.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of each kind.")] = 16,
+    most: Annotated[int | None, typer.Option(min=2, help="Tokens of each kind that are scored; default: all.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Held-out bits per byte beside xz, and mean tokens of a chain round; JSON on stdout."""
+
+    def work() -> None:
+        from harness.train import evaluate as measures
+        from harness.train.export import load_drafter, load_target
+        from harness.train.loop import choose_device
+
+        where = choose_device(device)
+        model = load_target(target, where)
+        shown: dict[str, Any] = {"heldout": measures.folder_report(model, corpus, where, most)}
+        if draft is not None:
+            drafter, shape = load_drafter(draft, model, where)
+            shown["chain"] = measures.draft_report(model, drafter, shape, corpus, where, prompts)
+        print(json.dumps(shown, indent=1))
+
+    _guarded(work)
+
+
 if __name__ == "__main__":
     app()

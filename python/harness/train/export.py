@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from harness.train import tensors
+from harness.train.bpe import MASK
 from harness.train.drafter_model import Drafter
 from harness.train.errors import TrainError
 from harness.train.qat import GROUP, codes_and_scales, packed
 from harness.train.shapes import DraftShape, TargetShape, draft_config, target_config
 from harness.train.target_model import Target
 
-__all__ = ["load_target", "save_drafter", "save_target", "target_names"]
+__all__ = ["load_drafter", "load_target", "save_drafter", "save_target", "target_names"]
 
 WEIGHTS = "model.safetensors"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -136,6 +137,30 @@ def save_drafter(model: Drafter, folder: Path, draft: DraftShape, target: Target
     state = {n: t.to(torch.bfloat16) for n, t in model.state_dict().items() if n not in ("cos", "sin", "mask")}
     tensors.write(folder / WEIGHTS, state)
     _json(folder / "config.json", draft_config(draft, target))
+
+
+def load_drafter(folder: Path, target: Target, device: str) -> tuple[Drafter, DraftShape]:
+    """A drafter in the form that `save_drafter` writes; the mask's embedding is the one in `target`. Raises TrainError
+    for another form, and for the drafter of another target."""
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        own = config["dflash_config"]
+        values = {f.name: config[f.name] for f in fields(DraftShape) if f.name in config}
+        values |= {"rows": config["block_size"], "window": config["sliding_window"]}
+        shape = DraftShape(**values, taps=tuple(own["target_layer_ids"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"{path} is no config.json of a drafter that was trained here: {error}") from error
+    if draft_config(shape, target.shape) != config:
+        raise TrainError(f"{path} is of a drafter for another target, or not of this package's form")
+    drafter = Drafter(shape, target.shape)
+    stored = {name: tensor.float() for name, tensor in tensors.read(folder / WEIGHTS).items()}
+    try:
+        drafter.load_state_dict(stored | {"mask": target.embed.weight[MASK].detach().cpu()}, strict=True)
+    except RuntimeError as error:
+        raise TrainError(f"{folder}: the weights do not fit its config.json: {error}") from error
+    drafter.to(device)
+    return drafter, shape
 
 
 def _json(path: Path, value: dict[str, Any]) -> None:

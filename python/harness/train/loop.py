@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -77,7 +78,8 @@ class Run:
         self.damping = 1.0  # halved whenever the loss was no number
         self._failures = 0
         self._saved = time.monotonic()
-        self._shown = 0.0
+        self._resumed = 0  # tokens of earlier runs
+        self._bar = _Bar(title)
         self._losses: list[torch.Tensor] = []
         self._good: dict[str, Any] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +97,7 @@ class Run:
             raise TrainError(f"{path} is of another run (other settings); use another --out, or remove it")
         self._restore(saved)
         self.step, self.tokens = saved["step"], saved["tokens"]
+        self._resumed = self.tokens
         self.clock.earlier = saved["minutes"]
         log = self.folder / LOG
         if log.exists():  # lines of steps that the checkpoint does not hold
@@ -178,19 +181,48 @@ class Run:
         self.say(f"the loss is no number at step {self.step}: back to earlier weights, half the learning rate")
 
     def _show(self, loss: float) -> None:
-        now = time.monotonic()
         done = self.clock.done(self.step)
-        terminal = sys.stderr.isatty()
-        if now - self._shown < (0.5 if terminal else 10) and done < 1.0:
-            return
-        self._shown = now
-        rate = self.tokens / max(self.clock.elapsed, 1e-9) / 1e3
-        bar = "#" * int(30 * done)
-        text = f"{self.title} [{bar:<30}] {100 * done:5.1f} %  step {self.step}  loss {loss:.4f}  {rate:.0f}k tokens/s"
-        print(text, end="\r" if terminal and done < 1.0 else "\n", file=sys.stderr, flush=True)
+        rate = (self.tokens - self._resumed) / max(self.clock.elapsed, 1e-9) / 1e3
+        self._bar.show(done, f"step {self.step}, loss {loss:.4f}, {rate:.0f}k tokens/s")
 
     def say(self, text: str) -> None:
+        """A line beside the progress."""
+        self._bar.close()
         print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """Progress on stderr: rich's bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._progress: Any = None
+        self._shown = -math.inf
+
+    def show(self, done: float, text: str) -> None:
+        if sys.stderr.isatty():
+            self._on_terminal(done, text)
+        elif done >= 1.0 or time.monotonic() - self._shown >= 10:
+            self._shown = time.monotonic()
+            print(f"{self.title}: {100 * done:.1f} %, {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _on_terminal(self, done: float, text: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        if self._progress is None:
+            columns = TextColumn(self.title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+            self._progress = Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True))
+            self._progress.add_task(text, total=1.0)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=done, description=text)
+        if done >= 1.0:
+            self.close()
 
 
 def _cloned(value: Any) -> Any:
