@@ -99,7 +99,7 @@ class Engine:
                 draft = files.enter_context(DraftModel(draft_model, draft_options))
                 draft.check_target(int(config["num_hidden_layers"]))
             wanted = integer(context, "context", 1, _positions(config)) if context is not None else 0
-            tokenizer, eos = _text_side(checkpoint.path, config)
+            tokenizer, eos = text_side(checkpoint.path, config)
             checkpoint.check_extent()
             with naming(checkpoint.path, "bad_model"):
                 builder = _builder(config, device, threads, precision)
@@ -202,7 +202,8 @@ def _positions(config: ModelConfig) -> int:
     return int(config["max_position_embeddings"])
 
 
-def _text_side(path: Path, config: ModelConfig) -> tuple[Tokenizer | None, frozenset[int]]:
+def text_side(path: Path, config: ModelConfig) -> tuple[Tokenizer | None, frozenset[int]]:
+    """Tokenizer and end tokens of a folder or bundle. Raises EngineError where its files contradict the model."""
     if path.is_dir():
         tokenizer = load_tokenizer(path, int(config["vocab_size"]))
         ends = tokenizer.end_tokens if tokenizer is not None else frozenset[int]()

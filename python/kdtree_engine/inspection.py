@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from . import kdtr
 from .config import ModelConfig
 from .convert_source import Matrix, Source, Stored, open_source
-from .errors import fail
+from .engine import text_side
+from .errors import EngineError, fail
 from .quantize import GROUP
+from .templates import load_template
 
 __all__ = ["DEVICES", "inspect_path"]
 
@@ -120,7 +122,26 @@ def _of_model(source: Source) -> dict[str, Any]:
         "components": {name: size for name, size in components.items() if size},
         "kv_bytes_per_token": {"f32": 4 * elements, "bf16": 2 * elements},
         "devices": _devices(source),
+        "text": _text(source),
     }
+
+
+def _text(source: Source) -> dict[str, Any] | None:
+    """The text side of a folder, checked as loading checks it: the tokenizer's file, end tokens and whether there is a
+    chat template. None for a bundle. What needs a package that is not installed is not checked (``unchecked``: why)."""
+    path = source.path
+    if not path.is_dir():
+        return None
+    name = next((name for name in ("tiktoken.model", "tokenizer.json") if (path / name).exists()), None)
+    text: dict[str, Any] = {"tokenizer": name, "end_tokens": [], "chat_template": None, "unchecked": None}
+    try:
+        text["end_tokens"] = sorted(text_side(path, source.config)[1])
+        text["chat_template"] = load_template(path) is not None
+    except EngineError as error:
+        if error.code != "unsupported":
+            raise
+        text["unchecked"] = str(error)
+    return text
 
 
 def _component(matrix: Matrix, config: ModelConfig) -> str:

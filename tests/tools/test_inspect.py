@@ -176,6 +176,24 @@ def test_memory_of_fp8(tmp_path: Path, scale_fmt: str | None) -> None:
     assert inspect_path(folder)["devices"][0]["weights"] == Engine.load(folder, device="cpu").weight_bytes
 
 
+def test_the_text_side(tmp_path: Path) -> None:
+    """Catches a folder that inspect finds sound and generate refuses: tokenizer, ends and template are files too."""
+    folder = chat_models.write_folder(tmp_path / "chat")
+    report = inspect_path(folder)["text"]
+    assert report["tokenizer"] == "tiktoken.model" and report["chat_template"] is True and report["unchecked"] is None
+    assert set(report["end_tokens"]) == set(Engine.load(folder, device="cpu").eos_token_ids)
+    assert "tiktoken.model; end tokens" in kdtree("inspect", folder).out
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    assert_refused(kdtree("inspect", folder), "chat_template.jinja, line 1")
+    plain = tiny_models.write_folder(tmp_path / "plain")
+    (plain / "tokenizer.json").write_text("{}")
+    assert_refused(kdtree("inspect", plain), "tokenizer.json is not a tokenizer")
+    (plain / "tokenizer.json").unlink()
+    assert inspect_path(plain)["text"]["tokenizer"] is None
+    (plain / "generation_config.json").write_text('{"eos_token_id": 272}')
+    assert_refused(kdtree("inspect", plain), "generation_config.json", "272")
+
+
 def test_groups_that_cannot_be_cut(tmp_path: Path) -> None:
     """Catches a split through the middle of a group: 1408 / 8 inputs in Moonlight and V2-Lite; here 96 / 2."""
     config = {**tiny_models.CONFIG, "moe_intermediate_size": 96, "intermediate_size": 96}

@@ -53,6 +53,13 @@ def _model_lines(report: dict[str, Any]) -> Iterator[str]:
     for name, size in report["components"].items():
         forms = ", ".join(report["quantisation_by_component"].get(name, {}))
         yield f"  {name:34} {size:>18,}  {forms}".rstrip()
+    text = report["text"]
+    if text is not None:
+        ends = ", ".join(map(str, text["end_tokens"])) or "none"
+        template = "with" if text["chat_template"] else "without"
+        checked = f"{text['tokenizer'] or 'no tokenizer'}; end tokens {ends}; {template} chat template"
+        told = text["unchecked"] or checked
+        yield f"text           {console.visible(told, keep_lines=False)}"
     cache = report["kv_bytes_per_token"]
     yield f"KV cache       {cache['bf16']:,} bytes per token in bf16, {cache['f32']:,} in float32 (CPU)"
     contexts = list(report["devices"][0]["with_cache"])
