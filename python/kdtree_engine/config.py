@@ -40,6 +40,7 @@ DEFAULT_LATENT_NORM_EPS = 1e-6
 """eps of q_a_layernorm and kv_a_layernorm. No config states it: the reference implementation uses its norm
 class's default of 1e-6 whatever ``rms_norm_eps`` says, some other engines use ``rms_norm_eps``."""
 
+_MOST_EPS = 0.01  # models have 1e-6 to 1e-5; from here on the norms would no longer be norms
 LFS_POINTER = b"version https://git-lfs"
 _MAX_JSON = 1 << 28  # an index of 200,000 tensors has 20 MB
 
@@ -207,6 +208,8 @@ class _Reader:
             self.bad(f"max_position_embeddings is {fields['max_position_embeddings']:.0f}; expected at least 1")
         fields |= {key: self.integer(key, nullable=True) for key in _INTEGERS_OR_NULL}
         fields |= {key: self.real(key) for key in _REALS}
+        if fields["rms_norm_eps"] >= _MOST_EPS:
+            self.bad(f"rms_norm_eps is {fields['rms_norm_eps']:g}; expected a small number, below {_MOST_EPS}")
         fields |= {key: float(self.flag(key)) for key in _FLAGS}
         fields |= self.dense_layers(architecture, fields["num_hidden_layers"])
         fields |= self.groups(architecture, bool(fields["norm_topk_prob"]))

@@ -220,6 +220,7 @@ DAMAGED: dict[str, tuple[Damage, list[str]]] = {
     "config: a ramp that runs backwards": (
         config(rope_scaling=YARN | {"beta_fast": 1, "beta_slow": 32}), ["rope_beta_fast", "rope_beta_slow"],
     ),
+    "config: an eps that drowns the norms": (config(rms_norm_eps=1.0), ["rms_norm_eps is 1"]),
     "config: no position": (config(max_position_embeddings=0), ["max_position_embeddings is 0"]),
     # text
     "tokenizer: a link to nowhere": (dangling("tokenizer.json"), ["tokenizer.json", "blobs/0123abcd"]),
