@@ -30,10 +30,11 @@ EXPERTS, LAYERS = 96, 2
 
 def make(path: Path, gigabytes: float) -> None:
     layers = max(LAYERS, round(gigabytes / (EXPERTS * 0.0248)) + 1)
-    text = kimi_folder.TEXT | {"num_hidden_layers": layers, "n_routed_experts": EXPERTS, "vocab_size": 4096}
+    end = {"eos_token_id": 1}  # of the small vocabulary
+    text = kimi_folder.TEXT | end | {"num_hidden_layers": layers, "n_routed_experts": EXPERTS, "vocab_size": 4096}
     path.mkdir(parents=True)
     (path / "config.json").write_text(
-        json.dumps(kimi_folder.CONFIG | {"text_config": text | {"quantization_config": kimi_folder.QUANTIZATION}})
+        json.dumps(kimi_folder.CONFIG | end | {"text_config": text | {"quantization_config": kimi_folder.QUANTIZATION}})
     )
     rng = np.random.default_rng(0)
     block = rng.integers(0, 256, 16 << 20, np.uint8).tobytes()
