@@ -7,7 +7,8 @@ weights are widened to float32 once (`kdtree convert --to f32`, exact but for fp
 those: all weights in bf16; routed experts in INT4, groups of 32, scales by minmax and by mse, the rest in bf16 as the
 released Kimi checkpoints have it; and the better of the two once more under `--rounding bf16`, the other INT4 rule of
 docs/numerics.md. Each is scored by `kdtree perplexity`'s own function on the same tokens. A model that is stored
-quantised has a row of its own. Needs disk space for the float32 folder and one more, in DIR (default: the system's
+quantised has a row of its own; one that was trained on its INT4 grid is best as it is: `mse` finds that grid again,
+`minmax` chooses another. Needs disk space for the float32 folder and one more, in DIR (default: the system's
 temporary folder); both are removed.
 """
 
