@@ -2,7 +2,7 @@
 
     python bench/int4_accuracy.py MODEL --text FILE [--limit N] [--dir DIR] [--json FILE]
 
-MODEL is a Hugging Face folder or a .kdtr bundle with text; FILE should be text that it was not trained on. The
+MODEL is a Hugging Face folder with a tokenizer; FILE should be text that it was not trained on. The
 weights are widened to float32 once (`kdtree convert --to f32`, exact but for fp8), and everything else is made from
 those: all weights in bf16; routed experts in INT4, groups of 32, scales by minmax and by mse, the rest in bf16 as the
 released Kimi checkpoints have it; and the better of the two once more under `--rounding bf16`, the other INT4 rule of
@@ -113,6 +113,9 @@ def main(argv: list[str] | None = None) -> int:
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         print(f"error: cannot read {options.text} as UTF-8 text: {error}", file=sys.stderr)
+        return 1
+    if options.model.is_file():
+        print(f"error: {options.model} is a file; expected a Hugging Face folder, which has a tokenizer", file=sys.stderr)
         return 1
     made: list[Row] = []
     try:

@@ -82,3 +82,5 @@ def test_what_cannot_be_read_is_told(bench: ModuleType, tmp_path: Path, capsys: 
     (tmp_path / "text").write_text("text")
     assert bench.main([str(tmp_path / "no model"), "--text", str(tmp_path / "text")]) == 1
     assert "no model does not exist" in capsys.readouterr().err
+    assert bench.main([str(tmp_path / "text"), "--text", str(tmp_path / "text")]) == 1
+    assert "expected a Hugging Face folder" in capsys.readouterr().err
