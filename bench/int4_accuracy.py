@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: cannot read {options.text} as UTF-8 text: {error}", file=sys.stderr)
         return 1
     if options.model.is_file():
-        print(f"error: {options.model} is a file; expected a Hugging Face folder, which has a tokenizer", file=sys.stderr)
+        print(f"error: {options.model} is a file; expected a Hugging Face folder with a tokenizer", file=sys.stderr)
         return 1
     made: list[Row] = []
     try:
