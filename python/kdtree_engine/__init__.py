@@ -9,6 +9,7 @@ decoding. ::
 """
 
 from ._native import CombinedDrafter, DFlashDrafter, NgramDrafter, PlantedDrafter, ReplayDrafter, build_info
+from .demo import DemoModel, demo_model
 from .draft_config import DraftOptions
 from .engine import Engine
 from .errors import EngineError
@@ -20,6 +21,7 @@ __version__: str = build_info()["version"]
 __all__ = [
     "CombinedDrafter",
     "DFlashDrafter",
+    "DemoModel",
     "DraftOptions",
     "Engine",
     "EngineError",
@@ -33,4 +35,5 @@ __all__ = [
     "Session",
     "TokenLogprobs",
     "__version__",
+    "demo_model",
 ]

@@ -71,13 +71,14 @@ def generate(
 ) -> int:
     """Continue a prompt and stream the text to stdout.
 
+    Without a MODEL the demo model runs, which comes with the package, and its drafter.
     A .kdtr bundle that holds a prompt of its own runs on that where no prompt is given.
     """
     arguments = dict(locals())
     from kdtree_engine.cli import generate as command
 
     with Interruptible() as interruption:
-        return command.execute(o.RunOptions.from_arguments(arguments), interruption)
+        return command.execute(o.RunOptions.from_arguments(arguments, demo=True), interruption)
 
 
 @app.command()
@@ -149,6 +150,7 @@ def verify(
 ) -> int:
     """Decode plainly and with draft trees, and compare tokens and logits bit for bit.
 
+    Without a MODEL the demo model is verified.
     With --budget auto (the default) several fixed budgets run, and the engine's own choice. Exit code 1:
     a difference (the first one is named); 2: nothing was tested, because no draft was accepted.
     """
@@ -156,7 +158,7 @@ def verify(
     from kdtree_engine.cli import verify as command
 
     with Interruptible() as interruption:
-        return command.execute(o.RunOptions.from_arguments(arguments), interruption)
+        return command.execute(o.RunOptions.from_arguments(arguments, demo=True), interruption)
 
 
 @app.command()

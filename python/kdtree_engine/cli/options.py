@@ -168,8 +168,8 @@ class RunOptions:
     trace: str | None = None
 
     @classmethod
-    def from_arguments(cls, arguments: dict[str, Any]) -> RunOptions:
-        """Checks the values as typer delivers them.
+    def from_arguments(cls, arguments: dict[str, Any], demo: bool = False) -> RunOptions:
+        """Checks the values as typer delivers them. `demo`: without a MODEL it is the demo model, with its drafter.
 
         Raises
         ------
@@ -179,6 +179,13 @@ class RunOptions:
             A prompt file that cannot be read.
         """
         a = dict(arguments)
+        if a["model"] is None and demo:
+            from kdtree_engine.demo import demo_model
+
+            built_in = demo_model()
+            a["model"] = str(built_in.target)
+            if a["draft_model"] is None and a["drafter"] in ("auto", "dflash"):
+                a["draft_model"] = str(built_in.draft)
         if a["model"] is None:
             raise UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
         within("--max-tokens", a["max_tokens"], 1, 2**31 - 1)
