@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config_architectures import ARCHITECTURES, IGNORABLE, WRAPPERS, Architecture, Wrapper
+from .config_architectures import ARCHITECTURES, CLASSES, IGNORABLE, WRAPPERS, Architecture, Wrapper
 from .config_quantization import Quantization, parse_quantization
 from .errors import fail
 
@@ -194,6 +194,7 @@ class _Reader:
 
     def read(self, latent_norm_eps: float) -> ModelConfig:
         model_type = self.model_type([*ARCHITECTURES, *WRAPPERS])
+        self.check_class(model_type)
         if model_type in WRAPPERS:
             return self.unwrap(WRAPPERS[model_type], model_type, latent_norm_eps)
         architecture = ARCHITECTURES[model_type]
@@ -268,6 +269,14 @@ class _Reader:
                 f"{self.where}: model_type {value!r} is not supported; known: {', '.join(known)}",
             )
         return value
+
+    def check_class(self, model_type: str) -> None:
+        """`architectures`, where it names one of the classes that are known, against model_type."""
+        named = self.left.get("architectures")
+        for name in named if isinstance(named, list) else ():
+            types = CLASSES.get(name, (model_type,)) if isinstance(name, str) else (model_type,)
+            if model_type not in types:
+                self.bad(f"architectures names {name}, not of model_type {model_type} but of {' or '.join(types)}")
 
     def quantization(self) -> Quantization | None:
         value = self.left.pop("quantization_config", None)

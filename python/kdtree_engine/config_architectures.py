@@ -107,6 +107,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
     ),
 }
 
+CLASSES: dict[str, tuple[str, ...]] = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2",),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite",),
+    "KimiK25ForConditionalGeneration": ("kimi_k25",),
+    "Kimi_K25ForConditionalGeneration": ("kimi_k25",),
+}
+"""Names in the field ``architectures`` and the model types that they go with; other names say nothing here."""
+
 IGNORABLE = frozenset(
     {
         "_attn_implementation_autoset",

@@ -13,11 +13,13 @@ from kdtree_engine import EngineError
 from kdtree_engine.config import FIELDS, parse_config
 
 V2 = {k: v for k, v in CONFIG.items() if k not in ("scoring_func", "norm_topk_prob", "topk_method")} | {
-    "model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False, "topk_method": "greedy",
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"],
+    "scoring_func": "softmax", "norm_topk_prob": False, "topk_method": "greedy",
     "q_lora_rank": None, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 GLM = {k: v for k, v in CONFIG.items() if k not in ("scoring_func", "moe_layer_freq", "rope_scaling")} | {
-    "model_type": "glm4_moe_lite", "partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1000000,
+    "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"],
+    "partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1000000,
 }  # fmt: skip
 """As published: with first_k_dense_replace. transformers writes mlp_layer_types instead."""
 
@@ -87,7 +89,9 @@ def test_v2_contradictions(key: str, value: Any) -> None:
 
 
 def test_v3_does_not_take_the_router_of_v2() -> None:
-    assert refused(edited(V2, model_type="deepseek_v3"), "scoring_func") == "unsupported"
+    mixed = edited(V2, model_type="deepseek_v3")
+    assert refused(mixed, "DeepseekV2ForCausalLM", "model_type deepseek_v3") == "bad_model"
+    assert refused(edited(mixed, architectures=["DeepseekV3ForCausalLM"]), "scoring_func") == "unsupported"
 
 
 # -- glm4_moe_lite -------------------------------------------------------------------------------------------

@@ -194,6 +194,9 @@ DAMAGED: dict[str, tuple[Damage, list[str]]] = {
     "config: nested without end": (text("config.json", nested(200_000)), ["config.json"]),
     "config: a key twice": (text("config.json", '{"vocab_size": 1, "vocab_size": 2}'), ["vocab_size", "twice"]),
     "config: another architecture": (config(model_type="kimi_k3"), ["kimi_k3", "kimi_k25"]),
+    "config: the class of another model": (
+        config(architectures=["DeepseekV2ForCausalLM"]), ["DeepseekV2ForCausalLM", "model_type deepseek_v3"],
+    ),
     "config: no eps": (config(rms_norm_eps=...), ["rms_norm_eps is missing"]),
     "config: NaN": (text("config.json", '{"model_type": "deepseek_v3", "rms_norm_eps": NaN}'), ["NaN"]),
     "config: a billion layers": (config(num_hidden_layers=2**24), ["num_hidden_layers"]),

@@ -95,7 +95,8 @@ def test_the_softmax_correction_is_of_mscale_all_dim(tmp_path: Path) -> None:
 def test_v2_has_the_softmax_correction(tmp_path: Path) -> None:
     """huggingface/transformers#47435 (row 33): the reference itself left it out for DeepSeek V2."""
     v2 = {
-        "model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False,
+        "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"],
+        "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False,
         "rope_scaling": V3_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
     }  # fmt: skip
     config = changed(CONFIG, **v2, **HEADS)

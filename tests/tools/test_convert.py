@@ -239,6 +239,7 @@ def test_a_bundle_is_what_the_writer_writes(int4: Path, tmp_path: Path) -> None:
         {"q_lora_rank": None, "n_group": 4, "topk_group": 2, "rope_interleave": False},
         {
             "model_type": "deepseek_v2",
+            "architectures": ["DeepseekV2ForCausalLM"],
             "scoring_func": "softmax",
             "topk_method": "greedy",
             "norm_topk_prob": False,
