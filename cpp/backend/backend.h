@@ -442,6 +442,7 @@ class Backend {
     struct WorkspaceSizes {
         int rows, hidden, heads, latent, rope, top_k, experts, intermediate, vocab;
         int positions;  // of one sequence at most
+        int widest;     // row of activations that a matrix product reads
     };
     virtual void reserve_workspace(const WorkspaceSizes& sizes) = 0;
 

@@ -85,9 +85,14 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     scratch_kv_ = Buffer(backend_, layers * tree_bytes, "tree KV");
     logits_ = Buffer(backend_, logit_bytes, "logits");
     activations_ = std::make_unique<ForwardScratch>(backend_, c, max_rows_, kMaxTreeRows);
+    int widest = ForwardScratch::widest_input(c);
+    if (draft != nullptr)
+        widest = std::max({widest, draft->config.tap_width(), draft->config.query_width(),
+                           draft->config.intermediate_size, draft->config.hidden_size});
     backend_.reserve_workspace({max_rows_, c.hidden_size, c.num_attention_heads, c.kv_lora_rank,
                                 c.qk_rope_head_dim, std::max(c.num_experts_per_tok, 1), c.n_routed_experts,
-                                std::max(c.moe_intermediate_size, 1), c.vocab_size, context_});
+                                std::max(c.moe_intermediate_size, 1), c.vocab_size, context_,
+                                widest});
 
     std::vector<float> cos, sin;
     rope_table(c, context_, cos, sin);

@@ -50,6 +50,11 @@ size_t ForwardScratch::bytes(const ModelConfig& config, int rows, int logit_rows
     return (per_row * rows + w.hidden * logit_rows) * sizeof(float);
 }
 
+int ForwardScratch::widest_input(const ModelConfig& config) {
+    const Widths w(config);
+    return static_cast<int>(std::max({w.hidden, w.q_a, w.q, w.o_latent, w.o, w.act}));
+}
+
 namespace {
 
 // x += o_proj( attention( input_norm(x) ) ), DeepSeek-V2 (arXiv 2405.04434), section 2.1, with kv_b absorbed

@@ -14,6 +14,8 @@ namespace kdt {
 struct ForwardScratch {
     ForwardScratch(Backend& backend, const ModelConfig& config, int rows, int logit_rows);
     static size_t bytes(const ModelConfig& config, int rows, int logit_rows);
+    // Widest row that a matrix product of the forward reads.
+    static int widest_input(const ModelConfig& config);
 
     Buffer x;         // [rows, hidden] residual stream
     Buffer h;         // [rows, hidden] normed input of a block

@@ -39,6 +39,17 @@ KDT_HOST_DEVICE constexpr int key_row_bytes(
     return (width * 2 + 127) / 128 * 128;
 }
 
+// Over the 16 lanes of a half warp, as the tree (l, l ^ 8), (l, l ^ 4), ...
+__device__ __forceinline__ float half_warp_max(float x) {
+    for (int offset = 8; offset > 0; offset >>= 1) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, offset));
+    return x;
+}
+
+__device__ __forceinline__ float half_warp_sum(float x) {
+    for (int offset = 8; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, offset);
+    return x;
+}
+
 template <int MT, class Shape>
 __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
     ptx::grid_launch_next();
@@ -219,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
         }
         if (thread < kChunkSize) address[((chunk + 1) & 1) * kChunkSize + thread] = next_address;
 
-        // softmax: one tile of 16 heads at a time, two heads a warp, two keys a lane
+            // softmax: one tile of 16 heads at a time, two heads a warp, four keys a lane
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             if (m > 0) __syncthreads();
@@ -231,31 +242,34 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
                         make_float2(s[m][n][2 * r], s[m][n][2 * r + 1]);
             }
             __syncthreads();
-#pragma unroll 1  // two at once would spill
-            for (int r = 0; r < 2; ++r) {
-                const int head = 2 * warp + r;
-                float x[2] = {0.0f, 0.0f};
-                for (int k = 0; k < 4; ++k) {
-                    const float2 v = *reinterpret_cast<const float2*>(
-                        exchange + (k * 16 + head) * kExchangeStride + 2 * lane);
-                    x[0] = k == 0 ? v.x : x[0] + v.x;
-                    x[1] = k == 0 ? v.y : x[1] + v.y;
-                }
-                for (int j = 0; j < 2; ++j)
-                    x[j] = chunk * kChunkSize + 2 * lane + j < span.count ? x[j] * a.scale_log2 : -INFINITY;
-                const int tile_row = m * 16 + head;
-                const float2 old = state[tile_row];
-                const float now = fmaxf(old.x, warp_max(fmaxf(x[0], x[1])));
-                const uint32_t p = ptx::pack_bf16(ptx::exp2_approx(x[0] - now), ptx::exp2_approx(x[1] - now));
-                const float2 rounded = widen_bf16x2(p);
-                const float shrink = ptx::exp2_approx(old.x - now);
-                const float sum = fmaf(old.y, shrink, warp_sum(rounded.x + rounded.y));
-                *reinterpret_cast<uint32_t*>(p_tile + tile_row * 128 + ((lane / 4 ^ (tile_row & 7)) << 4) +
-                                             lane % 4 * 4) = p;
-                if (lane == 0) {
-                    factor[tile_row] = shrink;
-                    state[tile_row] = make_float2(now, sum);
-                }
+            const int head = 2 * warp + lane / 16, tile_row = m * 16 + head, key = lane % 16 * 4;
+            const float* const scores = exchange + head * kExchangeStride + key;
+            float x[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float4 v = *reinterpret_cast<const float4*>(scores + k * 16 * kExchangeStride);
+                x[0] = k == 0 ? v.x : x[0] + v.x;
+                x[1] = k == 0 ? v.y : x[1] + v.y;
+                x[2] = k == 0 ? v.z : x[2] + v.z;
+                x[3] = k == 0 ? v.w : x[3] + v.w;
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                x[j] = chunk * kChunkSize + key + j < span.count ? x[j] * a.scale_log2 : -INFINITY;
+            const float2 old = state[tile_row];
+            const float now = fmaxf(old.x, half_warp_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
+            const uint2 p =
+                make_uint2(ptx::pack_bf16(ptx::exp2_approx(x[0] - now), ptx::exp2_approx(x[1] - now)),
+                           ptx::pack_bf16(ptx::exp2_approx(x[2] - now), ptx::exp2_approx(x[3] - now)));
+            const float2 first = widen_bf16x2(p.x), second = widen_bf16x2(p.y);
+            const float shrink = ptx::exp2_approx(old.x - now);
+            const float sum = fmaf(old.y, shrink, half_warp_sum((first.x + first.y) + (second.x + second.y)));
+            *reinterpret_cast<uint2*>(p_tile + tile_row * 128 + ((lane % 16 / 2 ^ (tile_row & 7)) << 4) +
+                                      lane % 2 * 8) = p;
+            __syncwarp();  // every lane has read the old state
+            if (lane % 16 == 0) {
+                factor[tile_row] = shrink;
+                state[tile_row] = make_float2(now, sum);
             }
         }
         __syncthreads();
@@ -326,7 +340,9 @@ void launch_as(const GemmLaunch& l, const AttentionArgs& args) {
 
 void launch_attend_bf16(const GemmLaunch& l, const AttentionArgs& args) {
     if (args.latent != 512 || args.rope != 64) return launch_as<1, AnyShape>(l, args);
-    if (args.heads > 16) return launch_as<2, ReleasedShape>(l, args);
+    // A single row has few blocks: 16 heads each make more of them.
+    const bool few_blocks = args.rows.count == 1 && args.parts * ((args.heads + 15) / 16) <= 2 * l.sms;
+    if (args.heads > 16 && !few_blocks) return launch_as<2, ReleasedShape>(l, args);
     launch_as<1, ReleasedShape>(l, args);
 }
 

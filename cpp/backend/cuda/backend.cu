@@ -87,7 +87,7 @@ size_t experts_bytes(int rows, int top_k, int experts, int hidden, int intermedi
 
 GemmLaunch CudaBackend::at(const char* op) {
     check(cudaSetDevice(device_), op);
-    return {stream_, device_, op};
+    return {stream_, device_, op, sms_};
 }
 
 unsigned char* CudaBackend::workspace(size_t bytes) {
@@ -103,6 +103,9 @@ unsigned char* CudaBackend::workspace(size_t bytes) {
 
 void CudaBackend::reserve_workspace(const WorkspaceSizes& s) {
     size_t bytes = aligned(static_cast<size_t>(s.rows) * static_cast<size_t>(s.experts) * 4);
+    if (bf16_ && s.rows > kFewRows)  // heads are rounded up to whole blocks of columns each
+        bytes = std::max(bytes, rounded_bytes(std::min(s.rows, kDenseRows), 1,
+                                              s.widest + std::max(s.heads, 1) * kBlockColumns));
     if (s.experts > 0)
         bytes = std::max(bytes, experts_bytes(std::min(s.rows, kExpertRows), s.top_k, s.experts, s.hidden,
                                               s.intermediate));
@@ -122,10 +125,16 @@ void CudaBackend::product(const char* op, WeightKind kind, const GemmArgs& args,
     for (int first = args.rows.first; first < last; first += kDenseRows) {
         a.rows.first = first;
         a.rows.count = std::min(kDenseRows, last - first);
-        if (bf16_)
-            launch_gemm(l, kind, a, experts);
-        else
+        if (!bf16_) {
             launch_fma_gemm(l, kind, a, experts);
+            continue;
+        }
+        if (a.rows.count > kFewRows) {
+            void* const rounded = workspace(rounded_bytes(a.rows.count, a.heads, a.in));
+            launch_round_activations(l, a, rounded);
+            a.rounded = rounded;
+        }
+        launch_gemm(l, kind, a, experts);
     }
 }
 
@@ -303,6 +312,7 @@ void CudaBackend::experts(const ExpertsArgs& args) {
         with_pairs(gate, e.gate, e.up);
         gate.x_first = first;
         gate.pair_divisor = args.top_k;
+        gate.usual_tokens = (rows.count * args.top_k + count - 1) / count;
         set_input(gate, args.x, hidden, 0);
         set_output(gate, act, inner, 0, Store::gated);
 
@@ -311,6 +321,7 @@ void CudaBackend::experts(const ExpertsArgs& args) {
         with_pairs(out, e.down, e.down);
         out.x_first = 0;
         out.pair_divisor = 1;
+        out.usual_tokens = gate.usual_tokens;
         set_input(out, act, inner, 0);
         set_output(out, down, hidden, 0, Store::write);
         if (bf16_) {

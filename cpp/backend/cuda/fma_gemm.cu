@@ -174,15 +174,16 @@ void launch_fma_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args,
 }
 
 void launch_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args, int experts) {
-    const int tiles = tiles_of_head(args.out, args.heads) * args.heads * (args.store == Store::gated ? 2 : 1);
-    const int splits = experts > 0 ? 1 : k_splits(tiles, args.in);
+    const int matrices = (experts > 0 ? kUsualExperts : args.heads) * (args.store == Store::gated ? 2 : 1);
+    const int splits = k_splits(tiles_of_head(args.out, args.heads) * matrices, args.in);
     switch (kind) {
         case WeightKind::f32:
             return launch_gemm_f32(l, args, experts, splits);
         case WeightKind::bf16:
             return launch_gemm_bf16(l, args, experts, splits);
         case WeightKind::w4a16:
-            return launch_gemm_w4a16(l, args, experts, splits);
+            return args.f32_scales ? launch_gemm_w4a16_f32_scales(l, args, experts, splits)
+                                   : launch_gemm_w4a16(l, args, experts, splits);
     }
 }
 

@@ -1,6 +1,6 @@
-// Matrix products of activations and weights: dense, per head, and per expert. One argument struct, two
-// kernel families: `gemm` (bf16 operands on the tensor cores, float32 accumulation) and `fma_gemm` (float32
-// throughout).
+// Matrix products of activations and weights: dense, per head, and per expert. One argument struct, three
+// kernels: `gemm_few` and `gemm_many` (bf16 operands on the tensor cores, float32 accumulation; the row count
+// chooses, and no bit depends on it) and `fma_gemm` (float32 throughout).
 #pragma once
 
 #include "backend/cuda/device.h"
@@ -34,7 +34,8 @@ struct GemmArgs {
     int out;  // of one head
     int heads;
     Store store;
-    int stages;
+    const void* rounded;   // x in bf16 as gemm_many reads it; null: gemm_few, which rounds as it reads
+    int activation_bytes;  // of shared memory, gemm_few
 
     // Experts: block z takes expert `active[z]` and its `pairs` (row * top_k + slot). Null for dense
     // products.
@@ -44,18 +45,20 @@ struct GemmArgs {
     const int32_t* pairs;
     const void* const* table[2];  // [experts] matrices in the places of w
     int x_first, pair_divisor;    // x row = x_first + pair / pair_divisor; y row = pair
+    int usual_tokens;             // of an expert; more are taken in turn
 };
-
-// Row tiles (of 16) that a launch covers: of one head's rows, a straddled tile counted for both heads.
-KDT_HOST_DEVICE int tiles_of_head(int out, int heads) {
-    return heads == 1 ? row_tiles(out) : out % kTileRows == 0 ? out / kTileRows : row_tiles(out) + 1;
-}
 
 struct GemmLaunch {
     cudaStream_t stream;
     int device;
     const char* name;
+    int sms;
 };
+
+// Activations of a product in bf16, in the order in which gemm_many reads them: [group of tokens][head][64
+// columns], each [k32][token tile][lane] 8 values, zero past the live rows and past the last column.
+// `rounded` has rounded_bytes(rows, heads, in).
+void launch_round_activations(const GemmLaunch& l, const GemmArgs& args, void* rounded);
 
 // Dense: args.rows.count shapes the launch. Experts: `experts` blocks along z.
 void launch_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args, int experts);
@@ -65,5 +68,6 @@ void launch_fma_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args,
 void launch_gemm_f32(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
 void launch_gemm_bf16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
 void launch_gemm_w4a16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
+void launch_gemm_w4a16_f32_scales(const GemmLaunch& l, const GemmArgs& args, int experts, int splits);
 
 }  // namespace kdt::cuda

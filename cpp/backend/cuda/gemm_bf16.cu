@@ -1,9 +1,11 @@
-#include "backend/cuda/gemm.cuh"
+#include "backend/cuda/gemm_few.cuh"
+#include "backend/cuda/gemm_many.cuh"
 
 namespace kdt::cuda {
 
 void launch_gemm_bf16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits) {
-    launch_gemm_as<WeightKind::bf16>(l, args, experts, splits);
+    args.rounded != nullptr ? launch_many<Bf16Stream<4>>(l, args, splits)
+                            : launch_few<Bf16Stream<8>, Bf16Stream<4>>(l, args, experts, splits);
 }
 
 }  // namespace kdt::cuda

@@ -1,9 +1,11 @@
-#include "backend/cuda/gemm.cuh"
+#include "backend/cuda/gemm_few.cuh"
+#include "backend/cuda/gemm_many.cuh"
 
 namespace kdt::cuda {
 
 void launch_gemm_f32(const GemmLaunch& l, const GemmArgs& args, int experts, int splits) {
-    launch_gemm_as<WeightKind::f32>(l, args, experts, splits);
+    args.rounded != nullptr ? launch_many<F32Stream<2>>(l, args, splits)
+                            : launch_few<F32Stream<4>, F32Stream<2>>(l, args, experts, splits);
 }
 
 }  // namespace kdt::cuda

@@ -30,36 +30,80 @@ KDT_HOST_DEVICE int split_border(int blocks, int s, int splits) {
     return static_cast<int>(static_cast<int64_t>(blocks) * s / splits);
 }
 
-// Token tiles (of 8) that one block of threads holds: an instantiation each.
-inline int token_tiles(int rows) {
-    return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 9;
+// Experts that a one-row product reads, for the rule above: no K-split can depend on what was routed.
+inline constexpr int kUsualExperts = 8;
+
+// Rows up to which a block takes activations as they come and rounds them itself.
+inline constexpr int kFewRows = 16;
+
+// Row tiles (of 16) that a launch covers: of one head's rows, a straddled tile counted for both heads.
+KDT_HOST_DEVICE int tiles_of_head(int out, int heads) {
+    return heads == 1 ? row_tiles(out) : out % kTileRows == 0 ? out / kTileRows : row_tiles(out) + 1;
 }
 
-// The same for experts, which seldom have more than a few tokens each; more are taken in turn.
-inline int expert_token_tiles(int rows) {
-    return rows <= 8 ? 1 : 2;
+// Grid and block of a product.
+struct GemmCut {
+    int splits, blocks, groups;  // grid x, y, z
+    int warps;                   // of a block, a power of two
+    int busiest;                 // warps of the SM that gets the most
+};
+
+// Each warp has a pair of row tiles; blocks of 8, 4 or 2 warps, whichever leaves the busiest SM the fewest.
+// With `large_blocks` the largest that give nearly every SM one: every block reads all activations of its
+// columns. `tokens` is what a block holds at a time. Experts: as many groups as may have tokens.
+inline GemmCut cut_gemm(int out, int heads, bool gated, int rows, int tokens, int experts, int splits,
+                        int sms, int most_warps, bool large_blocks) {
+    const int tiles = tiles_of_head(out, heads), pairs = gated ? tiles : (tiles + 1) / 2;
+    GemmCut best{splits, 0, experts > 0 ? experts : heads * ((rows + tokens - 1) / tokens), 0, 0};
+    const int parts = splits * (experts > 0 ? std::min(experts, kUsualExperts) : best.groups);
+    for (int warps = most_warps; warps >= 2; warps /= 2) {
+        const int blocks = (pairs + warps - 1) / warps;
+        const int busiest = (blocks * parts + sms - 1) / sms * warps;
+        if (best.warps > 0 && busiest >= best.busiest) continue;
+        best.blocks = blocks;
+        best.warps = warps;
+        best.busiest = busiest;
+        if (large_blocks && blocks * parts * 10 >= sms * 9) break;
+    }
+    return best;
 }
 
-// Warps of a block, each two row tiles wide: as many as still give every SM a block. More tokens need more
-// threads to carry their activations.
-inline int gemm_warps(int tiles, int parts, int token_tiles, WeightKind kind) {
-    constexpr int kEnoughBlocks = 120;
-    const int least = std::min(token_tiles, 8), most = kind == WeightKind::f32 ? std::max(least, 4) : 8;
-    int warps = most;
-    while (warps > least && (tiles / 2 + warps - 1) / warps * parts < kEnoughBlocks) warps /= 2;
-    return warps;
+// gemm_few: activations of one block. Rows of a piece lie 64 bytes apart modulo 128.
+inline constexpr int kFewRound = 512;  // columns of a turn of the longest ring of weights
+inline constexpr int kFewActivationBytes = 48 * 1024;
+
+KDT_HOST_DEVICE constexpr int few_row_bytes(int columns) {
+    return columns * 2 + 64;
 }
 
-// Columns of x that a block holds at a time, twice.
-KDT_HOST_DEVICE constexpr int chunk_columns(int warps, int token_tiles) {
-    const int columns = 64 * warps / token_tiles / 64 * 64;
-    return columns < 64 ? 64 : columns;
+inline int few_activation_bytes(int columns, int tokens) {
+    const int whole = (columns + kFewRound - 1) / kFewRound * kFewRound;
+    return std::min(kFewActivationBytes, tokens * few_row_bytes(whole));
 }
 
-// Depth of each warp's private pipeline of weights, in steps.
-inline int gemm_stages(int warps, WeightKind kind) {
-    const int at_eight = kind == WeightKind::w4a16 ? 8 : kind == WeightKind::bf16 ? 4 : 2;
-    return std::min(16, at_eight * 8 / warps);
+// Columns that fit at a time: whole turns of the ring.
+KDT_HOST_DEVICE int few_chunk_columns(int bytes, int tokens) {
+    const int columns = (bytes / tokens - 64) / 2 / kFewRound * kFewRound;
+    return columns < kFewRound ? kFewRound : columns;
+}
+
+// gemm_many: pieces of 64 columns of all tokens, in a ring; two blocks fit an SM of sm_120.
+inline constexpr int kManySlots = 4, kManyWarps = 4;
+
+KDT_HOST_DEVICE constexpr int many_piece_bytes(int token_tiles) {
+    return token_tiles * 8 * kBlockColumns * 2;
+}
+
+// Token tiles of a block: an instantiation each.
+inline int many_token_tiles(int rows) {
+    return rows <= 24 ? 3 : rows <= 40 ? 5 : rows <= 56 ? 7 : 9;
+}
+
+// Bytes of the rounded activations of a product: pieces [group of tokens][head][64 columns].
+inline size_t rounded_bytes(int rows, int heads, int in) {
+    const int tiles = many_token_tiles(rows), groups = (rows + tiles * 8 - 1) / (tiles * 8);
+    return static_cast<size_t>(groups) * static_cast<size_t>(heads) * static_cast<size_t>(column_blocks(in)) *
+           static_cast<size_t>(many_piece_bytes(tiles));
 }
 
 // ----------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,16 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same with c = 0, which takes no registers.
+__device__ __forceinline__ void mma_bf16_zero(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                              uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %10, %10, %10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
 // Four 8 x 8 tiles of 16-bit elements; lane l passes the address of row l % 8 of tile l / 8. Register i of
 // lane l gets elements (2 (l % 4), 2 (l % 4) + 1) of row l / 4 of tile i; transposed: of column l / 4.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
@@ -61,6 +71,21 @@ __device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
     uint32_t d;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
+}
+
+// (word & 0x000F000F) | 0x43004300 in one instruction: left to itself the compiler makes it two.
+__device__ __forceinline__ uint32_t nibbles_as_bf16x2(uint32_t word) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(word), "n"(0x000F000F), "r"(0x43004300));
+    return d;
+}
+
+// The same number, of which the compiler no longer knows where it comes from: keeps a loop from being
+// unrolled where
+// `#pragma unroll 1` does not.
+__device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // 2^x by the hardware's table (at most 2 ulp; subnormal results are zero; -inf gives 0).
@@ -92,12 +117,25 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// 16 bytes of read-only data that nobody will want again from this SM.
-__device__ __forceinline__ uint4 load_streaming(const void* global) {
+// 16 or 8 bytes of read-only data that nobody will want again from this SM; nothing is read, and the result
+// is anything, unless `wanted`.
+__device__ __forceinline__ uint4 load_streaming(const void* global, bool wanted = true) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(global));
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(global), "r"(static_cast<int>(wanted)));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_streaming_8(const void* global, bool wanted = true) {
+    uint2 v;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+        "@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+        : "=r"(v.x), "=r"(v.y)
+        : "l"(global), "r"(static_cast<int>(wanted)));
     return v;
 }
 

@@ -50,6 +50,9 @@ struct float4 {
 inline int2 make_int2(int x, int y) {
     return {x, y};
 }
+inline uint2 make_uint2(uint32_t x, uint32_t y) {
+    return {x, y};
+}
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
     return {x, y, z, w};
 }
@@ -224,6 +227,9 @@ inline int __double2loint(double x) {
 }
 inline unsigned long long __float2ull_rn(float x) {
     return static_cast<unsigned long long>(std::nearbyint(x));
+}
+inline int __clz(int x) {
+    return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x));
 }
 inline int __popc(unsigned x) {
     return __builtin_popcount(x);

@@ -41,8 +41,9 @@ KDT_CASE(weights_that_are_not_finite_are_refused) {
     m = random_matrix(random, WeightKind::w4a16, DType::f32, 20, 64);
     m.scales[2] = 3e38f;
     expect_error(ErrorCode::not_finite, "in row 1 of 20", [&] { b.upload_matrix(m.host(), "layer.w"); });
-    expect_error(ErrorCode::not_finite, "norm has nan at index 1",
-                 [&] { b.upload_vector(std::vector<float>{1.0f, NAN}, "norm"); });
+    expect_error(ErrorCode::not_finite, "norm has nan at index 1", [&] {
+        b.upload_vector(std::vector<float>{1.0f, NAN}, "norm");
+    });
     m = random_matrix(random, WeightKind::w4a16, DType::f32, 20, 64);
     b.upload_matrix(m.host(), "a good one");
 }
@@ -57,8 +58,9 @@ KDT_CASE(shapes_that_do_not_fit_are_refused) {
     expect_error(ErrorCode::bad_model, "shape [4, 0]", [&] { b.upload_matrix(h, "w"); });
     const Weight w = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 16, 32).host(), "w");
     const Weight v = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 16, 64).host(), "v");
-    expect_error(ErrorCode::invalid_argument, "one shape was expected",
-                 [&] { b.gated_linear({{1, nullptr}, nullptr, w, v, nullptr}); });
+    expect_error(ErrorCode::invalid_argument, "one shape was expected", [&] {
+        b.gated_linear({{1, nullptr}, nullptr, w, v, nullptr});
+    });
     const Weight t = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 32, 16).host(), "t");
     const Weight t16 =
         b.upload_matrix(random_matrix(random, WeightKind::bf16, DType::f32, 32, 16).host(), "t");
@@ -107,25 +109,37 @@ KDT_CASE(fixed_tables) {
             failed("group %d covers [%d, %d)", g, start, end);
     }
     count_checks(360);
-    // whatever the row count, a block fits and its pieces add up
-    for (const int rows : {1, 8, 9, 16, 17, 32, 33, 65, 500})
-        for (const WeightKind kind : {WeightKind::f32, WeightKind::bf16, WeightKind::w4a16})
-            for (const int tiles : {1, 2, 9, 36, 256, 2304, 10240}) {
-                const int nt = token_tiles(rows), warps = gemm_warps(tiles, 8, nt, kind),
-                          stages = gemm_stages(warps, kind);
-                const int step =
-                    kind == WeightKind::w4a16 ? block_bytes(kind, true) : block_bytes(kind, false) / 2;
-                const int bytes =
-                    (nt * 64 + 127) / 128 * 128 +
-                    std::max(2 * nt * 8 * chunk_columns(warps, nt) * 2 + warps * stages * 2 * step,
-                             nt * 8 * (warps * 32 + 4) * 4);
-                const int items = nt * chunk_columns(warps, nt), threads = warps * 32;
-                if (bytes > 101376 || items > (nt == 9 ? 3 : 2) * threads ||
-                    (stages != 2 && stages != 4 && stages != 8 && stages != 16))
-                    failed("%d rows, %d tiles: %d warps, %d stages, %d bytes, %d items", rows, tiles, warps,
-                           stages, bytes, items);
-                count_checks(1);
-            }
+    // whatever the row count, a block fits, every row tile has a warp and every token a block
+    for (const int rows : {1, 8, 9, 16, 17, 32, 33, 65, 72, 73, 500})
+        for (const int out : {1, 16, 33, 144, 576, 4096, 36864, 163840})
+            for (const bool gated : {false, true})
+                for (const int nt : {1, 2, 3, 5, 7, 9})
+                    for (const int sms : {1, 132, 188}) {
+                        const bool few = nt <= 2;
+                        const int splits = k_splits(row_tiles(out) * (gated ? 2 : 1), 7168);
+                        const GemmCut cut = cut_gemm(out, 1, gated, rows, nt * 8, 0, splits, sms,
+                                                     few ? 8 : kManyWarps, rows > 2);
+                        const int tiles = cut.blocks * cut.warps * (gated ? 1 : 2);
+                        const int partials = nt * 8 * (cut.warps * 32 + 4) * 4;
+                        const int columns = (column_blocks(7168) + splits - 1) / splits * kBlockColumns;
+                        const int bytes =
+                            few ? nt * 64 + few_activation_bytes(columns, nt * 8) + partials
+                                : nt * 64 + 128 + std::max(kManySlots * many_piece_bytes(nt), partials);
+                        if (tiles < row_tiles(out) || cut.groups * nt * 8 < rows || cut.warps < 2 ||
+                            cut.warps > 8 || (cut.warps & (cut.warps - 1)) != 0 || bytes > 101376)
+                            failed("%d rows, %d outputs: %d blocks of %d warps, %d groups, %d bytes", rows,
+                                   out, cut.blocks, cut.warps, cut.groups, bytes);
+                        count_checks(1);
+                    }
+    // activations: what fits is whole turns of the ring, and all of it where all of it was asked for
+    for (const int tokens : {1, 2, 5, 8, 9, 16})
+        for (const int columns : {64, 256, 320, 896, 1536, 7168, 18432}) {
+            const int bytes = few_activation_bytes(columns, tokens), chunk = few_chunk_columns(bytes, tokens);
+            if (bytes > kFewActivationBytes || chunk % kFewRound != 0 ||
+                tokens * few_row_bytes(chunk) > bytes || (bytes < kFewActivationBytes && chunk < columns))
+                failed("%d tokens, %d columns: %d bytes hold %d", tokens, columns, bytes, chunk);
+            count_checks(1);
+        }
 }
 
 }  // namespace kdt::testing

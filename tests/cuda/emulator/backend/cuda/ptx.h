@@ -88,6 +88,12 @@ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
     for (int i = 0; i < 4; ++i) d[i] = out.d[i];
 }
 
+inline void mma_bf16_zero(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                          uint32_t b1) {
+    for (int i = 0; i < 4; ++i) d[i] = 0.0f;
+    mma_bf16(d, a0, a1, a2, a3, b0, b1);
+}
+
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<false>,
                                                                             shared_memory() + row);
@@ -109,6 +115,14 @@ inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
                      emulated::bf16(a, 1) - emulated::bf16(b, 1));
 }
 
+inline uint32_t nibbles_as_bf16x2(uint32_t word) {
+    return (word & 0x000F000Fu) | 0x43004300u;
+}
+
+inline int opaque(int value) {
+    return value;
+}
+
 inline float exp2_approx(float x) {
     return exp2f(x);
 }
@@ -127,8 +141,12 @@ void copy_async_wait() {
     kdt_emulator::copy_async_wait(Pending);
 }
 
-inline uint4 load_streaming(const void* global) {
-    return *static_cast<const uint4*>(global);
+inline uint4 load_streaming(const void* global, bool wanted = true) {
+    return wanted ? *static_cast<const uint4*>(global) : uint4{};
+}
+
+inline uint2 load_streaming_8(const void* global, bool wanted = true) {
+    return wanted ? *static_cast<const uint2*>(global) : uint2{};
 }
 
 inline void grid_wait() {

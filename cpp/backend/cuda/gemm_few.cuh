@@ -1,0 +1,170 @@
+// The tensor-core product of up to 16 tokens (docs/kernels/gemm.md). Weights are the A operand (16 outputs),
+// tokens the B operand (8 tokens): at few tokens the weight stream is all there is.
+//
+//   registers of a warp     a ring of kDepthFew steps of its two row tiles, straight from global memory:
+//                           no barrier, no shared memory and no other warp between a weight and its product
+//   shared memory           rows | activations [token][columns] in bf16, rows 64 bytes apart modulo 128, so
+//                           that a quarter of a warp reads its 16-byte pieces without a conflict | partial
+//                           sums
+//
+// Activations are rounded to bf16 by the block, as many columns at a time as fit: of a single token, whole
+// rows. Splits are the blocks of a cluster; partial sums are added in split order through distributed shared
+// memory.
+#pragma once
+
+#include "backend/cuda/gemm_block.cuh"
+
+namespace kdt::cuda {
+
+template <class Stream, int NT, int Blocks>
+__global__ void __launch_bounds__(256, Blocks) gemm_few(const GemmArgs a) {
+    constexpr int kTokens = NT * 8, kDepth = Stream::kDepth;
+    constexpr int kRound = kDepth * Stream::kColumns;  // columns of one turn of the ring
+    static_assert(kFewRound % kRound == 0);
+
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int warp = thread / 32, lane = thread % 32, warps = threads / 32;
+    const bool experts = a.pairs != nullptr;
+    ptx::grid_launch_next();
+
+    unsigned char* const shared = ptx::shared_memory();
+    int32_t* const x_row = reinterpret_cast<int32_t*>(shared);
+    int32_t* const y_row = x_row + kTokens;
+    unsigned char* const xs = shared + kTokens * 8;
+    float* const partials = reinterpret_cast<float*>(xs + a.activation_bytes);
+
+    int head, first_token, tokens_left;
+    const unsigned char* base[2] = {a.w[0], a.w[1]};
+    if (experts) {
+        ptx::grid_wait();
+        if (static_cast<int>(blockIdx.z) >= __ldcg(a.active_count)) return;
+        const int expert = __ldcg(a.active + blockIdx.z);
+        base[0] = static_cast<const unsigned char*>(a.table[0][expert]);
+        base[1] = static_cast<const unsigned char*>(a.table[1][expert]);
+        head = 0;
+        first_token = __ldcg(a.offset + expert);
+        tokens_left = __ldcg(a.offset + expert + 1) - first_token;
+    } else {
+        head = static_cast<int>(blockIdx.z) % a.heads;
+        first_token = static_cast<int>(blockIdx.z) / a.heads * kTokens;
+        tokens_left = kTokens;  // at most; the count of live rows may be read only after the wait
+    }
+    const BlockRows rows(a, head);
+    const WarpWeights weights(a, rows, base, warp, warps);
+    const int steps = weights.blocks * (kBlockColumns / Stream::kColumns);
+
+    typename Stream::Step ring[kDepth];
+    typename Stream::Lane next;  // behind the ring
+    const auto fill_ring = [&]() {
+        next = Stream::lane_at(weights.from, lane);
+#pragma unroll
+        for (int j = 0; j < kDepth; ++j) Stream::load(ring[j], next, j, weights.busy && j < steps);
+        next.advance(kDepth * Stream::kStepBytes);
+    };
+    fill_ring();  // weights depend on no earlier kernel: they are on their way before the wait
+    if (!experts) {
+        ptx::grid_wait();
+        tokens_left = min(kTokens, a.rows.live_count() - first_token);
+    }
+
+    for (bool again = false; tokens_left > 0; again = true) {
+        const int tokens = min(tokens_left, kTokens);
+        if (again) fill_ring();
+        fill_rows(a, x_row, y_row, first_token, tokens, kTokens, thread, threads);
+        __syncthreads();
+
+        float acc[2][NT][4];
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[tile][n][i] = 0.0f;
+
+        const int columns = weights.blocks * kBlockColumns;
+        const int chunk = few_chunk_columns(a.activation_bytes, tokens);
+        for (int c0 = 0; c0 < columns; c0 += chunk) {
+            const int width = min(chunk, columns - c0), row_bytes = few_row_bytes(width);
+            if (c0 > 0) __syncthreads();
+            {  // a thread takes eight columns of one token at a time
+                const int groups = width / 8;
+                int token = 0, group = thread;
+                while (group >= groups) group -= groups, ++token;
+#pragma unroll 1
+                while (token < tokens) {
+                    float v[8];
+                    load_eight(v, a.x + x_row[token] * a.x_stride + head * a.x_head_stride,
+                               weights.block0 * kBlockColumns + c0 + group * 8, a.in, a.wide);
+                    *reinterpret_cast<uint4*>(xs + token * row_bytes + group * 16) =
+                        make_uint4(ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]),
+                                   ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7]));
+                    group += threads;
+                    while (group >= groups) group -= groups, ++token;
+                }
+            }
+            __syncthreads();
+            if (!weights.busy) continue;
+
+            const unsigned char* x_at[NT];
+#pragma unroll
+            for (int n = 0; n < NT; ++n)  // where there is no token, another's: nobody reads those sums
+                x_at[n] = xs + min(n * 8 + lane / 4, tokens - 1) * row_bytes + lane % 4 * 16;
+            const auto multiply = [&](int j) {
+                Stream::template multiply<NT, 1>(acc, ring[j], [&](int k, int n) {
+                    return *reinterpret_cast<const uint4*>(x_at[n] + j * Stream::kColumns * 2 + k * 64);
+                });
+            };
+            int step = c0 / Stream::kColumns;
+            const int end = step + width / Stream::kColumns;
+            const auto turn = [&]() {
+#pragma unroll
+                for (int j = 0; j < kDepth; ++j) {
+                    multiply(j);
+                    Stream::load(ring[j], next, j, step + j + kDepth < steps);
+                }
+                next.advance(kDepth * Stream::kStepBytes);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) x_at[n] += kRound * 2;
+            };
+            for (; step + kDepth <= end; step = ptx::opaque(step + kDepth))
+                turn();  // two at once would spill
+#pragma unroll
+            for (int j = 0; j < kDepth - 1; ++j)  // the last turn, of the last piece alone
+                if (step + j < end) multiply(j);
+        }
+        put_partials<NT>(partials, acc, tokens, warp, warps, lane);
+        store_outputs(a, rows, partials, y_row, tokens, head, thread, warps);
+        tokens_left -= tokens;
+        first_token += tokens;
+        if (!experts) break;
+    }
+}
+
+template <class Stream, int NT, int Blocks>
+void launch_few_as(const GemmLaunch& l, const GemmArgs& args, const GemmCut& cut) {
+    GemmArgs a = args;
+    const int columns = (a.k_blocks + cut.splits - 1) / cut.splits * kBlockColumns;
+    a.activation_bytes = few_activation_bytes(columns, std::min(a.rows.count, NT * 8));
+    launch<gemm_few<Stream, NT, Blocks>>(
+        {l.stream, l.device, l.name, dim3(cut.splits, cut.blocks, cut.groups), cut.warps * 32,
+         NT * 64 + a.activation_bytes + NT * 8 * partial_stride(cut.warps) * 4, cut.splits},
+        a);
+}
+
+// Up to 16 tokens a block; more take blocks of their own, and of an expert turns. A product with few warps,
+// or much to do for each, gives them a deep ring of weights (`Deep`); `Wide` leaves room for a second block
+// on the SM, be it the next op's, whose weights are then on their way before this one has ended.
+template <class Deep, class Wide>
+void launch_few(const GemmLaunch& l, const GemmArgs& args, int experts, int splits) {
+    const int tokens = experts > 0 ? args.usual_tokens : args.rows.count;
+    const int nt = tokens <= kFewRows / 2 ? 1 : 2;
+    const GemmCut cut = cut_gemm(args.out, args.heads, args.store == Store::gated, args.rows.count, nt * 8,
+                                 experts, splits, l.sms, 8, tokens > 2);
+    const bool deep = cut.busiest <= 4 || (cut.busiest <= 8 && args.in / splits >= 4096);
+    if (nt == 1)
+        deep ? launch_few_as<Deep, 1, 1>(l, args, cut) : launch_few_as<Wide, 1, 2>(l, args, cut);
+    else
+        deep ? launch_few_as<Deep, 2, 1>(l, args, cut) : launch_few_as<Wide, 2, 2>(l, args, cut);
+}
+
+}  // namespace kdt::cuda
