@@ -3,8 +3,10 @@
 usage: resource_usage.py BUILD_LOG [--update]
 
 BUILD_LOG is the output of a build with -Xptxas=-v. A kernel that is missing from the budget or from the log,
-that spills, or that needs more than its budget fails the check. Registers are handed out in steps of 8, and ptxas
-takes a few more or fewer when so little as a path changes: one step is allowed. --update writes the budget anew.
+or that needs more than its budget fails the check. Registers are handed out in steps of 8, and ptxas takes a few more or
+fewer when so little as a path changes: one step is allowed. A budget is a number of registers, or [registers, bytes
+spilled] for the few kernels at the limit of registers that park a few loop invariants in memory; 32 bytes more are
+allowed to those, none to the others. --update writes the budget anew.
 Shared memory is dynamic, and every launch is checked against the limit of sm_120 (cpp/backend/cuda/launch.h).
 """
 
@@ -17,6 +19,8 @@ import sys
 from pathlib import Path
 
 STEP = 8  # registers of a thread: the grain in which the hardware hands them out
+SPILL_SLACK = 32  # bytes, stores and loads together
+SPILL_MOST = 256  # a kernel that wants more is to be rewritten
 BUDGET = Path(__file__).with_name("resource_budget.json")
 ENTRY = re.compile(
     r"Compiling entry function '(\S+)' for '(sm_\d+)'\n"
@@ -55,6 +59,12 @@ def measured(log: str) -> dict[str, dict[str, dict[str, int]]]:
     return usage
 
 
+def budgeted(used: dict[str, int]) -> int | list[int]:
+    if used["spill_bytes"] > SPILL_MOST:
+        raise SystemExit(f"{used['spill_bytes']} bytes spilled are too many for any budget")
+    return [used["registers"], used["spill_bytes"]] if used["spill_bytes"] else used["registers"]
+
+
 def main() -> int:
     if len(sys.argv) < 2:
         print(__doc__)
@@ -64,7 +74,7 @@ def main() -> int:
         print(f"{sys.argv[1]} has no resource usage; was it built with -Xptxas=-v?")
         return 1
     if "--update" in sys.argv[2:]:
-        budget = {k: {a: u["registers"] for a, u in sorted(v.items())} for k, v in sorted(usage.items())}
+        budget = {k: {a: budgeted(u) for a, u in sorted(v.items())} for k, v in sorted(usage.items())}
         BUDGET.write_text(json.dumps(budget, indent=2) + "\n")
     budget = json.loads(BUDGET.read_text())
     bad = []
@@ -75,13 +85,19 @@ def main() -> int:
                 bad.append(f"{name} ({arch}) is not in {BUDGET.name}")
             elif used is None:
                 bad.append(f"{name} ({arch}) is in {BUDGET.name} and was not built")
-            elif used["registers"] > allowed + STEP or used["spill_bytes"] > 0 or used["stack_bytes"] > 0:
-                bad.append(
-                    f"{name} ({arch}): {used['registers']} registers of {allowed}, "
-                    f"{used['spill_bytes']} bytes spilled, {used['stack_bytes']} bytes of stack"
-                )
+            else:
+                registers, spills = allowed if isinstance(allowed, list) else (allowed, 0)
+                limit = spills + SPILL_SLACK if spills else 0
+                if used["registers"] > registers + STEP or used["spill_bytes"] > limit or (
+                    used["stack_bytes"] > 0 and not spills
+                ):
+                    bad.append(
+                        f"{name} ({arch}): {used['registers']} registers of {registers}, {used['spill_bytes']} bytes "
+                        f"spilled of {spills}, {used['stack_bytes']} bytes of stack"
+                    )
     kernels = sum(len(v) for v in usage.values())
-    print("\n".join(bad) if bad else f"{kernels} kernels within their budgets, none spills")
+    spilling = sum(u["spill_bytes"] > 0 for v in usage.values() for u in v.values())
+    print("\n".join(bad) if bad else f"{kernels} kernels within their budgets, {spilling} builds of them spill a little")
     return 1 if bad else 0
 
 

@@ -16,10 +16,10 @@ __device__ __forceinline__ KeySpan key_span(const RowBatch& batch, int row) {
     return {prefix, ancestors, prefix + ancestors};
 }
 
-// Splits [first, last) of part p.
-__device__ __forceinline__ int2 splits_of_part(int p, bool by_group) {
-    if (!by_group) return make_int2(p, p + 1);
-    return make_int2(split_of(group_start(p)), split_of(group_start(p + 1)));
+// Splits [first, last) of block b.
+__device__ __forceinline__ int2 splits_of_block(int b, bool by_group) {
+    if (!by_group) return make_int2(b, b + 1);
+    return make_int2(split_of(group_start(b)), split_of(group_start(b + 1)));
 }
 
 // Factors with which an older and a newer partial softmax enter their union, and the union's maximum.

@@ -16,9 +16,10 @@ struct AttentionArgs {
     float scale_log2;  // softmax scale * log2(e)
     float* part;       // [slice rows, heads, parts, latent] unnormalised outputs
     float2* state;     // [slice rows, heads, parts] running maximum (of scaled scores, base 2) and sum
-    int parts;
-    bool by_group;  // a part is a group of splits, folded in turn; otherwise one split
-    float* out;     // [rows, heads, latent]
+    int parts;         // splits of the longest row
+    bool by_group;     // a block takes a group of splits in turn; otherwise one split
+    int blocks;        // groups or splits
+    float* out;        // [rows, heads, latent]
 };
 
 void launch_attend_bf16(const GemmLaunch& l, const AttentionArgs& args);

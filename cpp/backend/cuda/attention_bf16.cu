@@ -64,13 +64,11 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
     unsigned char* const keys = ptx::shared_memory();
     float* const exchange = reinterpret_cast<float*>(keys + kChunkSize * row_bytes);
     unsigned char* const p_tile = reinterpret_cast<unsigned char*>(exchange) + kExchangeBytes;
-    float* const factor = reinterpret_cast<float*>(p_tile + MT * 16 * 128);  // [2][MT * 16]
-    // Maximum and sum of each head: of this split, and of the splits folded so far. Warp w keeps rows 2 w, 2
-    // w + 1.
-    float2* const state = reinterpret_cast<float2*>(factor + 2 * MT * 16);
-    float2* const folded_state = state + MT * 16;
+    float* const factor = reinterpret_cast<float*>(p_tile + MT * 16 * 128);
+    // Maximum and sum of each head in this split. Warp w keeps rows 2 w and 2 w + 1 of each tile.
+    float2* const state = reinterpret_cast<float2*>(factor + MT * 16);
     const unsigned char** const address =
-        reinterpret_cast<const unsigned char**>(folded_state + MT * 16);  // [2][64]
+        reinterpret_cast<const unsigned char**>(state + MT * 16);  // [2][64]
 
     const uint32_t keys_at = ptx::shared_address(keys), p_at = ptx::shared_address(p_tile);
 
@@ -78,9 +76,8 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
     if (static_cast<int>(blockIdx.z) >= a.rows.live_count()) return;
     const int row = a.rows.first + static_cast<int>(blockIdx.z);
     const int head0 = static_cast<int>(blockIdx.y) * MT * 16;
-    const int part = static_cast<int>(blockIdx.x);
     const KeySpan span = key_span(a.batch, row);
-    const int2 splits = splits_of_part(part, a.by_group);
+    const int2 splits = splits_of_block(static_cast<int>(blockIdx.x), a.by_group);
     const int first_key = split_start(splits.x), end_key = min(split_start(splits.y), span.count);
     if (first_key >= end_key) return;
     const int chunk0 = first_key / kChunkSize, chunk1 = (end_key + kChunkSize - 1) / kChunkSize;
@@ -140,56 +137,29 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
     };
     restart();
 
-    const auto part_row = [&](int m, int r) {  // of the output, for row g (r = 0) or g + 8
-        const int head = head0 + m * 16 + g + r * 8;
-        const long long at =
-            (static_cast<long long>(blockIdx.z) * a.heads + min(head, a.heads - 1)) * a.parts + part;
-        return a.part + at * latent;
-    };
-    // This split joins the part: the first as it is, a later one by `fold`.
-    const auto finish_split = [&](bool first) {
-        if (lane < 2 * MT) {
-            const int tile_row = lane / 2 * 16 + 2 * warp + lane % 2;
-            const float2 now = state[tile_row];
-            if (first) {
-                folded_state[tile_row] = now;
-            } else {
-                const float2 old = folded_state[tile_row];
-                const Fold f = fold(old.x, now.x);
-                factor[tile_row] = f.older;
-                factor[MT * 16 + tile_row] = f.newer;
-                folded_state[tile_row] = make_float2(f.maximum, folded(f, old.y, now.y));
-            }
-        }
-        if (first)
-            __syncwarp();
-        else
-            __syncthreads();
+    // This split's sums and state, for the merge.
+    const auto finish_split = [&](int split) {
+        const long long row_at = static_cast<long long>(blockIdx.z) * a.heads;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                if (head0 + m * 16 + g + r * 8 >= a.heads) continue;
-                float* to = part_row(m, r);
-                Fold f{0.0f, 0.0f, 0.0f};
-                if (!first) {
-                    f.older = factor[m * 16 + g + r * 8];
-                    f.newer = factor[MT * 16 + m * 16 + g + r * 8];
-                }
+                const int head = head0 + m * 16 + g + r * 8;
+                if (head >= a.heads) continue;
+                float* const to = a.part + ((row_at + head) * a.parts + split) * latent;
 #pragma unroll
                 for (int n = 0; n < kOutputTiles; ++n) {
                     const int column = (warp * kOutputTiles + n) * 8 + 2 * t;
-                    if (column >= latent) continue;
-                    float2* at = reinterpret_cast<float2*>(to + column);
-                    float2 v = make_float2(o[m][n][2 * r], o[m][n][2 * r + 1]);
-                    if (!first) {
-                        const float2 old = *at;
-                        v = make_float2(folded(f, old.x, v.x), folded(f, old.y, v.y));
-                    }
-                    *at = v;
+                    if (column < latent)
+                        *reinterpret_cast<float2*>(to + column) =
+                            make_float2(o[m][n][2 * r], o[m][n][2 * r + 1]);
                 }
             }
+            const int head = head0 + m * 16 + 2 * warp + lane;
+            if (lane < 2 && head < a.heads)
+                a.state[(row_at + head) * a.parts + split] = state[m * 16 + 2 * warp + lane];
         }
+        __syncwarp();
         restart();
     };
 
@@ -314,25 +284,19 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
         }
 
         if (chunk + 1 == chunk1 || (chunk + 1) * kChunkSize == split_start(split + 1)) {
-            finish_split(split == splits.x);
+            finish_split(split);
             ++split;
         }
-    }
-    if (lane < 2 * MT) {
-        const int tile_row = lane / 2 * 16 + 2 * warp + lane % 2;
-        if (head0 + tile_row < a.heads)
-            a.state[(static_cast<long long>(blockIdx.z) * a.heads + head0 + tile_row) * a.parts + part] =
-                folded_state[tile_row];
     }
 }
 
 template <int MT, class Shape>
 void launch_as(const GemmLaunch& l, const AttentionArgs& args) {
     const int shared = kChunkSize * key_row_bytes(args.latent + args.rope) + kExchangeBytes + MT * 16 * 128 +
-                       2 * MT * 16 * 4 + 2 * MT * 16 * 8 + 2 * kChunkSize * 8;
+                       MT * 16 * 4 + MT * 16 * 8 + 2 * kChunkSize * 8;
     launch<attend<MT, Shape>>(
         {l.stream, l.device, l.name,
-         dim3(args.parts, (args.heads + MT * 16 - 1) / (MT * 16), args.rows.count), kThreads, shared},
+         dim3(args.blocks, (args.heads + MT * 16 - 1) / (MT * 16), args.rows.count), kThreads, shared},
         args);
 }
 

@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
     if (static_cast<int>(blockIdx.z) >= a.rows.live_count()) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     const int row = a.rows.first + static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
-    const int part = static_cast<int>(blockIdx.x), width = a.latent + a.rope;
+    const int width = a.latent + a.rope;
     const KeySpan span = key_span(a.batch, row);
-    const int2 splits = splits_of_part(part, a.by_group);
+    const int2 splits = splits_of_block(static_cast<int>(blockIdx.x), a.by_group);
     if (split_start(splits.x) >= span.count) return;
 
     float* const q = reinterpret_cast<float*>(ptx::shared_memory());
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
     for (int c = thread; c < width; c += kThreads)
         q[c] = load_activation(a.q + (static_cast<long long>(row) * a.heads + head) * width + c);
 
-    float total[kMaxColumns] = {}, total_m = -INFINITY, total_l = 0.0f;
+    const long long row_at = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts;
     for (int split = splits.x; split < splits.y && split_start(split) < span.count; ++split) {
         float o[kMaxColumns] = {}, m = -INFINITY, l = 0.0f;
         const int end = min(split_start(split + 1), span.count);
@@ -71,26 +71,11 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
                     if (address[j] != nullptr) o[i] = fmaf(p[j], load_activation(address[j] + c), o[i]);
             }
         }
-        // warp 0 holds the state; everyone folds
-        __syncthreads();
-        if (thread == 0) factor[0] = m, factor[1] = l;
-        __syncthreads();
-        const float split_m = factor[0], split_l = factor[1];
-        if (split == splits.x) {
-            for (int i = 0; i < kMaxColumns; ++i) total[i] = o[i];
-            total_m = split_m;
-            total_l = split_l;
-        } else {
-            const Fold f = fold(total_m, split_m);
-            for (int i = 0; i < kMaxColumns; ++i) total[i] = folded(f, total[i], o[i]);
-            total_m = f.maximum;
-            total_l = folded(f, total_l, split_l);
-        }
+        for (int i = 0; i < kMaxColumns; ++i)
+            if (thread + i * kThreads < a.latent)
+                a.part[(row_at + split) * a.latent + thread + i * kThreads] = o[i];
+        if (thread == 0) a.state[row_at + split] = make_float2(m, l);  // warp 0 holds the state
     }
-    const long long at = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts + part;
-    for (int i = 0; i < kMaxColumns; ++i)
-        if (thread + i * kThreads < a.latent) a.part[at * a.latent + thread + i * kThreads] = total[i];
-    if (thread == 0) a.state[at] = make_float2(total_m, total_l);
 }
 
 // Splits fold into groups and groups into the row's output, both in order; then one division.
@@ -109,8 +94,7 @@ __global__ void __launch_bounds__(kThreads) merge(const AttentionArgs a) {
     float total = 0.0f;
     float2 total_state = make_float2(-INFINITY, 0.0f);
     for (int g = 0; group_start(g) < keys; ++g) {
-        const int first = a.by_group ? g : split_of(group_start(g));
-        const int last = a.by_group ? g : split_of(min(group_start(g + 1), keys) - 1);
+        const int first = split_of(group_start(g)), last = split_of(min(group_start(g + 1), keys) - 1);
         float sum = __ldcg(part + static_cast<long long>(first) * a.latent);
         float2 sum_state = __ldcg(state + first);
 #pragma unroll 4
@@ -140,7 +124,7 @@ void launch_attend_f32(const GemmLaunch& l, const AttentionArgs& args) {
     const int width = args.latent + args.rope;
     const int shared = ((width + 1) / 2 * 2 + kChunkSize + 2) * 4 + kChunkSize * 8;
     launch<attend_f32>(
-        {l.stream, l.device, l.name, dim3(args.parts, args.heads, args.rows.count), kThreads, shared}, args);
+        {l.stream, l.device, l.name, dim3(args.blocks, args.heads, args.rows.count), kThreads, shared}, args);
 }
 
 void launch_attend_merge(const GemmLaunch& l, const AttentionArgs& args) {

@@ -63,7 +63,7 @@ struct AttentionCut {
 };
 
 AttentionCut cut_attention(int rows, int keys, int heads, int latent) {
-    AttentionCut cut{attention_parts(rows, keys), 0, 0};
+    AttentionCut cut{attention_parts(keys), 0, 0};
     cut.row_bytes = static_cast<size_t>(heads) * static_cast<size_t>(cut.parts) *
                     (static_cast<size_t>(latent) * sizeof(float) + sizeof(float2));
     cut.rows = static_cast<int>(std::clamp<size_t>(kAttentionBytes / cut.row_bytes, 1,
@@ -109,9 +109,8 @@ void CudaBackend::reserve_workspace(const WorkspaceSizes& s) {
     if (s.experts > 0)
         bytes = std::max(bytes, experts_bytes(std::min(s.rows, kExpertRows), s.top_k, s.experts, s.hidden,
                                               s.intermediate));
-    for (const int rows : {std::min(s.rows, kRowsForSplitBlocks), s.rows}) {
-        if (rows < 1 || s.heads < 1 || s.latent < 1) continue;
-        const AttentionCut cut = cut_attention(rows, s.positions + kMaxAncestors, s.heads, s.latent);
+    if (s.rows > 0 && s.heads > 0 && s.latent > 0) {
+        const AttentionCut cut = cut_attention(s.rows, s.positions + kMaxAncestors, s.heads, s.latent);
         bytes = std::max(bytes, static_cast<size_t>(cut.rows) * cut.row_bytes);
     }
     check(cudaSetDevice(device_), "the workspace of ops");
@@ -224,6 +223,7 @@ void CudaBackend::attend(const AttendArgs& args) {
     a.scale_log2 = args.scale * kLog2E;
     a.parts = cut.parts;
     a.by_group = rows > kRowsForSplitBlocks;
+    a.blocks = attention_blocks(rows, keys);
     a.out = args.out;
     a.state = reinterpret_cast<float2*>(space);
     a.part =

@@ -138,7 +138,7 @@ KDT_HOST_DEVICE int group_of(int p) {
     return 6 + (p - 8192) / 4096;
 }
 
-// Rows up to which every split gets a block of its own; with more, a block folds the splits of a group in
+// Rows up to which every split gets a block of its own; with more, a block takes the splits of a group in
 // turn.
 inline constexpr int kRowsForSplitBlocks = 8;
 // Rows of one attention launch: bounds the partial results that wait for their merge.
@@ -146,8 +146,13 @@ inline constexpr int kAttentionRows = 72;
 // Rows of one pass of the experts: bounds their intermediate results.
 inline constexpr int kExpertRows = 512;
 
-// Partial results (of one row and head) that an attention over `keys` keys at most writes.
-inline int attention_parts(int rows, int keys) {
+// Partial results (of one row and head) that an attention over `keys` keys at most writes, and the blocks
+// that write them.
+inline int attention_parts(int keys) {
+    return keys <= 0 ? 1 : split_of(keys - 1) + 1;
+}
+
+inline int attention_blocks(int rows, int keys) {
     if (keys <= 0) return 1;
     return rows <= kRowsForSplitBlocks ? split_of(keys - 1) + 1 : group_of(keys - 1) + 1;
 }
