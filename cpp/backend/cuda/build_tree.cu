@@ -92,7 +92,7 @@ __device__ __forceinline__ void prepare_row(Build& b, int d, int width, int voca
                           : ok1 == kAll ? kAll
                                         : (1u << (__ffs(static_cast<int>(~ok1)) - 1)) - 1u;
     const uint32_t keep0 = __ballot_sync(kAll, first0) & run0, keep1 = __ballot_sync(kAll, first1) & run1;
-    // the ballots are behind every lane's reads: the row may take its tokens in their final places
+    __syncwarp();  // every lane has read the row: it may take its tokens in their final places
     const uint32_t below = (1u << lane) - 1u;
     const int low = __popc(keep0), kept = low + __popc(keep1);
     double* const cell = b.cell + d * kRow;
