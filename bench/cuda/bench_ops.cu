@@ -4,6 +4,7 @@
 // (or cache) sets, together far larger than the L2, so that no replay finds its bytes there; microseconds per
 // op. `floor` is the op's bytes at 4.3 TB/s, a read rate measured on an H200. Writes one JSON object.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
@@ -13,6 +14,7 @@
 
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/launch.h"
+#include "backend/staging.h"
 
 namespace {
 
@@ -488,6 +490,49 @@ void bench_tree(Bench& bench) {
     bench.clear();
 }
 
+// A round without its forward: what the host and the link take between one round's graph and the next. Wall
+// clock of an upload, a graph of the small ops, a read-back and the wait, less the graph's own time on the
+// device.
+void bench_round(Bench& bench) {
+    const size_t in_bytes = 2560, out_bytes = 768;  // of the executor's round, rounded up
+    Staging in, out;
+    in.add<char>(in_bytes);
+    out.add<char>(out_bytes);
+    in.allocate(bench.b, "a benchmark", true);
+    out.allocate(bench.b, "a benchmark", true);
+    const auto ints = [&](size_t n) { return bench.array(std::vector<int32_t>(n, 0)); };
+    const TreeArrays tree{ints(1),
+                          ints(kMaxTreeRows),
+                          ints(kMaxTreeRows),
+                          ints(kMaxTreeRows),
+                          ints(kMaxTreeRows),
+                          bench.array(std::vector<double>(kMaxTreeRows))};
+    const RowBatch batch{ints(kMaxTreeRows), ints(kMaxTreeRows), ints(kMaxTreeRows),
+                         ints(kMaxTreeRows), ints(kMaxTreeRows), ints(kMaxTreeRows * kMaxAncestors)};
+    int32_t *nodes = ints(1), *sequence = ints(1), *start = ints(1), *live = ints(1);
+    const auto graph = bench.b.record([&] {
+        bench.b.tree_rows({tree, nodes, sequence, start, batch, live});
+    });
+    const double device = bench.time(1, [&](int) {
+        bench.b.tree_rows({tree, nodes, sequence, start, batch, live});
+    });
+    std::vector<double> times;
+    for (int i = 0; i < 400; ++i) {
+        const auto begin = std::chrono::steady_clock::now();
+        in.upload();
+        graph->launch();
+        out.download();
+        bench.b.synchronize();
+        const std::chrono::duration<double, std::micro> wall = std::chrono::steady_clock::now() - begin;
+        times.push_back(wall.count());
+    }
+    std::sort(times.begin(), times.end());
+    const double wall = times[times.size() / 2];
+    report("round without a forward, wall clock", 1, wall, 0);
+    report("host turnaround between rounds", 1, wall - device, 0, format("%.2f us on the device", device));
+    bench.clear();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -502,7 +547,8 @@ int main(int argc, char** argv) {
             o.replays = std::atoi(argv[i + 1]);
         else {
             std::printf(
-                "usage: %s [--only linear,gated,heads,experts,moonlight,attend,small,tree] [--out FILE] "
+                "usage: %s [--only linear,gated,heads,experts,moonlight,attend,small,tree,round] [--out "
+                "FILE] "
                 "[--replays N]\n",
                 argv[0]);
             return 2;
@@ -551,6 +597,7 @@ int main(int argc, char** argv) {
         }
         if (bench.wants("small")) bench_small(bench, 7168, 384, 8, 163840);
         if (bench.wants("tree")) bench_tree(bench);
+        if (bench.wants("round")) bench_round(bench);
         if (!o.out.empty()) {
             std::FILE* f = std::fopen(o.out.c_str(), "w");
             if (f == nullptr) fail(ErrorCode::io, "%s cannot be written", o.out.c_str());

@@ -1,5 +1,7 @@
 #include "backend/backend.h"
 
+#include <cstdlib>
+
 #include "core/error.h"
 
 namespace kdt {
@@ -28,6 +30,17 @@ size_t matrix_bytes(const Weight& weight) {
             return n / 2 + n / kGroupSize * dtype_size(weight.scale_dtype);
     }
     return 0;
+}
+
+void* Backend::allocate_host(size_t bytes, const char* what) {
+    void* const memory = std::malloc(bytes > 0 ? bytes : 1);
+    if (memory == nullptr)
+        fail(ErrorCode::out_of_memory, "%s: %zu bytes of host memory could not be had", what, bytes);
+    return memory;
+}
+
+void Backend::release_host(void* pointer) {
+    std::free(pointer);
 }
 
 std::unique_ptr<Graph> Backend::record(std::function<void()> ops) {

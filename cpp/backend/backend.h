@@ -415,6 +415,10 @@ class Backend {
     // (NaN) in tests.
     virtual void* allocate(size_t bytes, const char* what) = 0;
     virtual void release(void* pointer) = 0;
+    // Host memory that crosses fastest: page-locked where there is a link to cross. Uploads of it are
+    // asynchronous.
+    virtual void* allocate_host(size_t bytes, const char* what);
+    virtual void release_host(void* pointer);
     virtual void upload(void* device, const void* host, size_t bytes) = 0;
     virtual void download(void* host, const void* device, size_t bytes) = 0;
     virtual void fill(void* device, int byte, size_t bytes) = 0;
@@ -513,6 +517,33 @@ class Buffer {
     Backend* backend_ = nullptr;
     void* data_ = nullptr;
     size_t bytes_ = 0;
+};
+
+// Owns allocate_host's memory.
+class HostBuffer {
+  public:
+    HostBuffer() = default;
+    HostBuffer(Backend& backend, size_t bytes, const char* what)
+        : backend_(&backend), data_(static_cast<char*>(backend.allocate_host(bytes, what))) {}
+    HostBuffer(HostBuffer&& other) noexcept { swap(other); }
+    HostBuffer& operator=(HostBuffer&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+    HostBuffer(const HostBuffer&) = delete;
+    HostBuffer& operator=(const HostBuffer&) = delete;
+    ~HostBuffer() {
+        if (data_ != nullptr) backend_->release_host(data_);
+    }
+    char* data() const { return data_; }
+
+  private:
+    void swap(HostBuffer& other) noexcept {
+        std::swap(backend_, other.backend_);
+        std::swap(data_, other.data_);
+    }
+    Backend* backend_ = nullptr;
+    char* data_ = nullptr;
 };
 
 struct CpuOptions {

@@ -91,8 +91,7 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
                            draft->config.intermediate_size, draft->config.hidden_size});
     backend_.reserve_workspace({max_rows_, c.hidden_size, c.num_attention_heads, c.kv_lora_rank,
                                 c.qk_rope_head_dim, std::max(c.num_experts_per_tok, 1), c.n_routed_experts,
-                                std::max(c.moe_intermediate_size, 1), c.vocab_size, context_,
-                                widest});
+                                std::max(c.moe_intermediate_size, 1), c.vocab_size, context_, widest});
 
     std::vector<float> cos, sin;
     rope_table(c, context_, cos, sin);
@@ -138,12 +137,12 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
     in_.depth = round_in_.add<int32_t>(kMaxTreeRows);
     in_.source = round_in_.add<int32_t>(kMaxTreeRows);
     in_.weight = round_in_.add<double>(kMaxTreeRows);
-    round_in_.allocate(backend_, "round input");
+    round_in_.allocate(backend_, "round input", true);
     out_.length = round_out_.add<int32_t>(1);
     out_.failed = round_out_.add<int32_t>(1);
     out_.path = round_out_.add<int32_t>(kMaxTreeRows);
     out_.emitted = round_out_.add<int32_t>(kMaxTreeRows);
-    round_out_.allocate(backend_, "round output");
+    round_out_.allocate(backend_, "round output", true);
     round_out_.upload();  // a read-back copies all of it, also what a short walk leaves unwritten
     tree_.count = round_in_.device<int32_t>(in_.count);
     tree_.token = round_in_.device<int32_t>(in_.token);

@@ -44,6 +44,8 @@ class CudaBackend final : public Backend {
 
     void* allocate(size_t bytes, const char* what) override;
     void release(void* pointer) override;
+    void* allocate_host(size_t bytes, const char* what) override;
+    void release_host(void* pointer) override;
     void upload(void* device, const void* host, size_t bytes) override;
     void download(void* host, const void* device, size_t bytes) override;
     void fill(void* device, int byte, size_t bytes) override;

@@ -164,6 +164,20 @@ void CudaBackend::release(void* pointer) {
     cudaFree(pointer);
 }
 
+void* CudaBackend::allocate_host(size_t bytes, const char* what) {
+    check(cudaSetDevice(device_), what);
+    void* memory = nullptr;
+    check(cudaMallocHost(&memory, bytes > 0 ? bytes : 1), what);
+    return memory;
+}
+
+void CudaBackend::release_host(void* pointer) {
+    if (pointer == nullptr) return;
+    cudaSetDevice(device_);
+    cudaStreamSynchronize(stream_);  // nothing queued may still use it
+    cudaFreeHost(pointer);
+}
+
 void CudaBackend::upload(void* device, const void* host, size_t bytes) {
     if (bytes == 0) return;
     check(cudaSetDevice(device_), "upload");

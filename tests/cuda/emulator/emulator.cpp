@@ -351,6 +351,14 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     allocations[*pointer] = std::move(memory);
     return cudaSuccess;
 }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+    *pointer = std::malloc(bytes);
+    return *pointer == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* pointer) {
+    std::free(pointer);
+    return cudaSuccess;
+}
 cudaError_t cudaFree(void* pointer) {
     allocations.erase(pointer);
     return cudaSuccess;
