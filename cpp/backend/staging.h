@@ -45,7 +45,7 @@ class Staging {
     }
 
     void upload() { backend_->upload(device_.as<char>(), host_, layout_); }
-    void download() { backend_->download(host_, device_.as<char>(), host_.size()); }
+    void download() { backend_->download(host_, device_.as<char>(), layout_); }
 
   private:
     static constexpr size_t kAlignment = 16;
