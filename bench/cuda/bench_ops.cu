@@ -344,10 +344,7 @@ void bench_small(Bench& bench, int hidden, int experts, int top_k, int vocab) {
         int32_t* ids = bench.array(std::vector<int32_t>(static_cast<size_t>(m * 64), 0));
         float* weight = bench.floats(static_cast<size_t>(m * 64));
         report(format("rms_norm %d", hidden), m,
-               bench.time(40,
-                          [&](int) {
-                              bench.b.rms_norm({{m, live}, x, hidden, norm, 1e-6f, hidden, y});
-                          }),
+               bench.time(40, [&](int) { bench.b.rms_norm({{m, live}, x, hidden, norm, 1e-6f, hidden, y}); }),
                0);
         report(format("route %d experts, hidden %d", experts, hidden), m,
                bench.time(40,
@@ -374,23 +371,11 @@ void bench_small(Bench& bench, int hidden, int experts, int top_k, int vocab) {
         const SampleParams* g = bench.array(std::vector<SampleParams>{greedy});
         const SampleParams* f = bench.array(std::vector<SampleParams>{filtered});
         report(format("select greedy, vocabulary %d", vocab), m,
-               bench.time(10,
-                          [&](int) {
-                              bench.b.select({{m, live}, logits, vocab, position, g, ids});
-                          }),
-               0);
+               bench.time(10, [&](int) { bench.b.select({{m, live}, logits, vocab, position, g, ids}); }), 0);
         report(format("select top-k 50, top-p, vocabulary %d", vocab), m,
-               bench.time(4,
-                          [&](int) {
-                              bench.b.select({{m, live}, logits, vocab, position, f, ids});
-                          }),
-               0);
+               bench.time(4, [&](int) { bench.b.select({{m, live}, logits, vocab, position, f, ids}); }), 0);
         report(format("top_k 16, vocabulary %d", vocab), m,
-               bench.time(4,
-                          [&](int) {
-                              bench.b.top_k({{m, live}, logits, vocab, 16, ids, weight});
-                          }),
-               0);
+               bench.time(4, [&](int) { bench.b.top_k({{m, live}, logits, vocab, 16, ids, weight}); }), 0);
         bench.clear();
     }
 }
@@ -445,11 +430,7 @@ void bench_tree(Bench& bench) {
     const int32_t* nodes = bench.scalar(64);
     int32_t *sequence = ints(1), *start = ints(1);
     report("tree_rows", 65,
-           bench.time(50,
-                      [&](int) {
-                          bench.b.tree_rows({tree, nodes, sequence, start, batch, live});
-                      }),
-           0);
+           bench.time(50, [&](int) { bench.b.tree_rows({tree, nodes, sequence, start, batch, live}); }), 0);
     AcceptArgs accept{};
     accept.tree = tree;
     accept.live = live;
@@ -510,12 +491,10 @@ void bench_round(Bench& bench) {
     const RowBatch batch{ints(kMaxTreeRows), ints(kMaxTreeRows), ints(kMaxTreeRows),
                          ints(kMaxTreeRows), ints(kMaxTreeRows), ints(kMaxTreeRows * kMaxAncestors)};
     int32_t *nodes = ints(1), *sequence = ints(1), *start = ints(1), *live = ints(1);
-    const auto graph = bench.b.record([&] {
-        bench.b.tree_rows({tree, nodes, sequence, start, batch, live});
-    });
-    const double device = bench.time(1, [&](int) {
-        bench.b.tree_rows({tree, nodes, sequence, start, batch, live});
-    });
+    const auto graph =
+        bench.b.record([&] { bench.b.tree_rows({tree, nodes, sequence, start, batch, live}); });
+    const double device =
+        bench.time(1, [&](int) { bench.b.tree_rows({tree, nodes, sequence, start, batch, live}); });
     std::vector<double> times;
     for (int i = 0; i < 400; ++i) {
         const auto begin = std::chrono::steady_clock::now();

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads) attend(const AttentionArgs a) {
         }
         if (thread < kChunkSize) address[((chunk + 1) & 1) * kChunkSize + thread] = next_address;
 
-            // softmax: one tile of 16 heads at a time, two heads a warp, four keys a lane
+        // softmax: one tile of 16 heads at a time, two heads a warp, four keys a lane
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             if (m > 0) __syncthreads();

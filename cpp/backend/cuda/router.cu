@@ -70,9 +70,8 @@ struct Fragment {
 
 // Shared memory: x [warp][2][kGroup][kCutColumns], partials [2][warp][kGroup][rows], sums [kTurn][rows].
 template <WeightKind Kind>
-constexpr int kLogitsShared = (kWarps * 2 * kGroup * kCutColumns +
-                               (2 * kWarps * kGroup + kTurn) * kTiles<Kind> * kTileRows) *
-                              4;
+constexpr int kLogitsShared =
+    (kWarps * 2 * kGroup * kCutColumns + (2 * kWarps * kGroup + kTurn) * kTiles<Kind> * kTileRows) * 4;
 
 // A cluster takes kTiles row tiles; its 8 x 8 warps cut K at borders that depend on K alone and keep their
 // weights in registers. Lane 4 g + t has one accumulator a row and token over its own columns (8 t .. 8 t + 7

@@ -178,8 +178,8 @@ struct W4Stream {
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
                     const float2 scale = scales(s.scale[tile], unit / kGroups);
-                    float(&sum)[4] = acc[tile][unit % kGroups * Group + n];
-                    const float(&p)[4] = partial[unit % 2][n][tile];
+                    float (&sum)[4] = acc[tile][unit % kGroups * Group + n];
+                    const float (&p)[4] = partial[unit % 2][n][tile];
                     sum[0] = fmaf(scale.x, p[0], sum[0]);
                     sum[1] = fmaf(scale.x, p[1], sum[1]);
                     sum[2] = fmaf(scale.y, p[2], sum[2]);

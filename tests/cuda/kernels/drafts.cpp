@@ -477,7 +477,7 @@ KDT_CASE(block_attend_is_softmax_over_what_is_seen) {
                 std::vector<const Row*> list;
                 for (const Row& row : rows) list.push_back(&row);
                 const auto got = attend(s, view, list, view.block + 2);
-                for (size_t i = 0; i<rows.size(); i += rows.size()> 3 ? rows.size() / 3 : 1)
+                for (size_t i = 0; i < rows.size(); i += rows.size() > 3 ? rows.size() / 3 : 1)
                     compare_with_reference(s, view, rows[i], got[i],
                                            format("%s, %s, %s, row %zu", precision.c_str(),
                                                   shape.text().c_str(), view.text().c_str(), i));
