@@ -3,8 +3,8 @@
 usage: resource_usage.py BUILD_LOG [--update]
 
 BUILD_LOG is the output of a build with -Xptxas=-v. A kernel that is missing from the budget or from the log,
-or that needs more than its budget fails the check. Registers are handed out in steps of 8, and ptxas takes a few more or
-fewer when so little as a path changes: one step is allowed. A budget is a number of registers, or [registers, bytes
+or that needs more than its budget fails the check. Registers are handed out in steps of 8, and ptxas takes a few more
+or fewer when so little as a path changes: one step is allowed. A budget is a number of registers, or [registers, bytes
 spilled] for the few kernels at the limit of registers that park a few loop invariants in memory; 32 bytes more are
 allowed to those, none to the others. --update writes the budget anew.
 Shared memory is dynamic, and every launch is checked against the limit of sm_120 (cpp/backend/cuda/launch.h).
@@ -97,7 +97,7 @@ def main() -> int:
                     )
     kernels = sum(len(v) for v in usage.values())
     spilling = sum(u["spill_bytes"] > 0 for v in usage.values() for u in v.values())
-    print("\n".join(bad) if bad else f"{kernels} kernels within their budgets, {spilling} builds of them spill a little")
+    print("\n".join(bad) if bad else f"{kernels} kernels within their budgets; {spilling} of them spill a little")
     return 1 if bad else 0
 
 
