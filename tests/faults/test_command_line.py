@@ -77,7 +77,7 @@ def test_options_that_make_no_sense(folder: Path, options: tuple[str, ...], word
     assert_refused(generate(folder, *options), *words, code=USAGE)
 
 
-@pytest.mark.parametrize("arguments", [(), ("destroy",), ("generate",), ("verify",), ("inspect",)])
+@pytest.mark.parametrize("arguments", [(), ("destroy",), ("generate",), ("chat",), ("perplexity",), ("inspect",)])
 def test_missing_or_unknown_command(arguments: tuple[str, ...]) -> None:
     """Catches a usage error that prints pages, or nothing, in place of a sentence."""
     assert_refused(kdtree(*arguments), code=USAGE)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kdtree_engine.cli import console
-from kdtree_engine.cli.exits import Failure
+from kdtree_engine.cli.exits import Failure, UsageProblem
 from kdtree_engine.cli.options import RunOptions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def prompt_tokens(engine: Engine, options: RunOptions, default: Callable[[], lis
     if own:
         return own
     if default is None:
-        raise Failure(
+        raise UsageProblem(
             "the prompt is missing; give --prompt TEXT, --prompt-file FILE or --prompt-tokens 1,2,3"
             if engine.tokenizer is not None
             else f"the prompt is missing; {options.model} has no text, so give --prompt-tokens 1,2,3"
