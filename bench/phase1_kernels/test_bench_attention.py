@@ -26,6 +26,7 @@ def test_attend(measure: Callable[..., None], rng: np.random.Generator, prefix: 
     q = rng.standard_normal((rows, HEADS, width), dtype=np.float32)
     measure(
         lambda: ops.attend(q, pages, scratch, table, ROPE, 0.05, *columns, ancestors, threads=THREADS),
+        reads=(prefix + rows) * width * 4,  # one pass over the keys, however many rows look at them
         flops=2 * rows * HEADS * (prefix + 2) * (width + LATENT),
         rounds=15 if rows * prefix < 100_000 else 3,
     )

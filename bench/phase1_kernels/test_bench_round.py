@@ -45,6 +45,26 @@ def test_build_tree(measure: Callable[..., None], rng: np.random.Generator, budg
     measure(lambda: ops.build_tree(token, logp, *no_paths, budget, 64, 7), rounds=50)
 
 
+@pytest.mark.parametrize("nodes", [16, 64])
+def test_tree_rows(measure: Callable[..., None], nodes: int) -> None:
+    """Positions, prefixes and ancestors of a binary tree."""
+    token = np.arange(nodes + 1, dtype=np.int32)
+    parent = (token - 1) // 2
+    measure(lambda: ops.tree_rows(token, parent, nodes, 0, 1000), rounds=50)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_commit(measure: Callable[..., None], rng: np.random.Generator, rows: int) -> None:
+    """An accepted path into its pages, one layer of Kimi K2: 576 floats a row, read and written."""
+    pages = np.zeros((512, 64, 576), np.float32)
+    scratch = rng.standard_normal((65, 576), dtype=np.float32)
+    table = rng.permutation(512).astype(np.int32)[None]
+    path = np.arange(rows, dtype=np.int32)
+    measure(
+        lambda: ops.commit(path, 1000, 0, pages, scratch, table, threads=THREADS), reads=rows * 576 * 4, rounds=50
+    )
+
+
 def test_accept(measure: Callable[..., None]) -> None:
     """A chain of 64 nodes, all accepted: the longest walk there is."""
     token, parent = np.arange(65, dtype=np.int32), np.arange(-1, 64, dtype=np.int32)

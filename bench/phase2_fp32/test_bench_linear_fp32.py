@@ -24,24 +24,23 @@ def bf16(rng: np.random.Generator) -> ops.Matrix:
     return ops.Matrix.bf16(bits)
 
 
-def run(measure: Callable[..., None], w: ops.Matrix, rows: int, floor: dict[str, float]) -> None:
+def run(measure: Callable[..., None], w: ops.Matrix, rows: int) -> None:
     out, width = w.shape
     x = np.ones((rows, width), dtype=np.float32)
     y = np.empty((rows, out), dtype=np.float32)
     measure(
         lambda: ops.linear(x, w, out=y, threads=THREADS),
-        reads=w.bytes if rows <= 4 else 0,  # few rows wait for memory, many for arithmetic
-        flops=2 * rows * out * width if rows >= 4 else 0,
-        floor=floor,
+        reads=w.bytes,
+        flops=2 * rows * out * width,
         rounds=60 if rows < 16 else 10,
     )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 65])
 def test_fp32(measure: Callable[..., None], fp32: ops.Matrix, rows: int) -> None:
-    run(measure, fp32, rows, {"read": 0.8} if rows == 1 else {})
+    run(measure, fp32, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 65])
 def test_bf16(measure: Callable[..., None], bf16: ops.Matrix, rows: int) -> None:
-    run(measure, bf16, rows, {})
+    run(measure, bf16, rows)

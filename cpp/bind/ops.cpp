@@ -493,6 +493,9 @@ static void bind_primitives(nb::module_& m) {
         },
         "x"_a.noconvert(), "threads"_a = 0, "isa"_a = "",
         "Sum of an array, as fast as memory can be read: the yardstick of the benchmarks.");
+    m.def(
+        "last_level_cache", [] { return backend(1, "").last_level_cache(); },
+        "Bytes of the last cache in front of memory; 0 where it is not known.");
 }
 
 void bind_ops(nb::module_& parent) {

@@ -25,7 +25,7 @@ from . import _native
 from .engine import Engine
 from .errors import fail
 
-__all__ = ["Footprint", "Measurement", "Roofline", "Runner", "Workload"]
+__all__ = ["Decoding", "Footprint", "Measurement", "Roofline", "Runner", "Workload"]
 
 Budget = int | Literal["auto"]
 COLD = 4  # times the last cache that a forward must read to be a measurement of the memory
@@ -260,48 +260,47 @@ class Runner:
         )
 
     def _generate(self, session: _native.Session, test: Workload) -> Measurement:
-        root = self.prefix(max(1, test.depth))
-        drafter = self._drafter(test, root)
+        run = self.decoding(session, test)
         seconds: list[float] = []
-        read, stats, tokens = 0.0, {}, []
+        read = 0.0
         for i in range(self.repetitions + 1):
-            if test.depth == 0:
-                _fill(session, [])
-                session.append(root)
-            session.begin(test.n + 1, drafter=drafter, budget=-1 if test.budget == "auto" else test.budget)
-            while not session.step().tokens:  # the last token of what lies before, and the first one after it
-                pass
-            began, finished = time.perf_counter(), None
-            while finished is None:
-                finished = session.step().finished
+            run.reset()
+            began = time.perf_counter()
+            run.finish()
             spent = time.perf_counter() - began
-            if finished != "length":
-                fail("internal", f"{test.name} ended by {finished} before {test.n} tokens were there")
-            stats, tokens = session.stats, session.tokens[len(root) :]
             if i > 0:
                 seconds.append(spent)
                 read = max(read, self.roofline.beside(self.footprint.least(1, test.depth)))
-            session.rewind(test.depth)
+        return self._judged(self.measurement(run, seconds, read))
+
+    def decoding(self, session: _native.Session, test: Workload) -> Decoding:
+        """A run of `test` on a session that holds what lies before it. Raises EngineError."""
+        root = self.prefix(max(1, test.depth))
+        return Decoding(session, test, root, self._drafter(test, root))
+
+    def measurement(self, run: Decoding, seconds: list[float], read: float) -> Measurement:
+        """Of a run that has just ended; its tokens must be plain decoding's. Raises EngineError."""
+        test, tokens = run.test, run.tokens
         key = (test.depth, test.n)
         if test.drafter == "none":
-            self._plain[key] = tokens
-        elif key in self._plain and tokens != self._plain[key]:
+            if len(tokens) > len(self._plain.get(key, ())):  # a run may have been stopped after one round
+                self._plain[key] = tokens
+        elif key in self._plain and tokens != self._plain[key][: len(tokens)]:
             fail("internal", f"{test.name} with the drafter {test.drafter} emitted other tokens than plain decoding")
+        stats = run.session.stats
         rounds, rows = int(stats["rounds"]), int(stats["rounds"] + stats["drafted"])
         whole = rounds * self.footprint.least(1, test.depth) + (rows - rounds) * self.footprint.embed_row
-        return self._judged(
-            Measurement(
-                test=test,
-                seconds=seconds,
-                forwards=rounds,
-                rows=rows,
-                bytes=whole,
-                exact=rows == rounds or self.footprint.moe_layers == 0,
-                read=read,
-                cache=self.roofline.state(whole / rounds),
-                accepted_lengths=[int(n) for n in stats["accepted_lengths"]],
-                tokens=tokens,
-            )
+        return Measurement(
+            test=test,
+            seconds=seconds,
+            forwards=rounds,
+            rows=rows,
+            bytes=whole,
+            exact=rows == rounds or self.footprint.moe_layers == 0,
+            read=read,
+            cache=self.roofline.state(whole / rounds),
+            accepted_lengths=[int(n) for n in stats["accepted_lengths"]],
+            tokens=tokens,
         )
 
     def _judged(self, m: Measurement) -> Measurement:
@@ -316,6 +315,44 @@ class Runner:
         if truth is None:
             fail("invalid_argument", f"{test.name}: planted drafts need the plain run first")
         return _native.PlantedDrafter([*root, *truth], self.engine.vocab_size)
+
+
+class Decoding:
+    """Generation of `test.n` tokens behind `root`, again and again from the same place on one session."""
+
+    def __init__(
+        self, session: _native.Session, test: Workload, root: list[int], drafter: _native.Drafter | None
+    ) -> None:
+        self.session, self.test = session, test
+        self._root, self._drafter = root, drafter
+
+    def reset(self) -> None:
+        """Up to the first token, which comes with what lies before and is no part of the time."""
+        if self.test.depth == 0:
+            _fill(self.session, [])
+            self.session.append(self._root)
+        else:
+            self.session.rewind(self.test.depth)
+        budget = -1 if self.test.budget == "auto" else self.test.budget
+        self.session.begin(self.test.n + 1, drafter=self._drafter, budget=budget)
+        while not self.session.step().tokens:
+            pass
+
+    def step(self) -> None:
+        """One round."""
+        self.session.step()
+
+    def finish(self) -> None:
+        """All rounds. Raises EngineError where one fails."""
+        while (reason := (result := self.session.step()).finished) is None:
+            pass
+        if reason != "length":
+            fail("internal", f"{self.test.name} ended by {reason} {result.error}".rstrip())
+
+    @property
+    def tokens(self) -> list[int]:
+        """Emitted since `reset`, the first one included."""
+        return self.session.tokens[len(self._root) :]
 
 
 def _fill(session: _native.Session, tokens: list[int]) -> None:

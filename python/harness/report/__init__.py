@@ -1,1 +1,1 @@
-"""Reports that people look at. ``python -m harness.report tree FILE`` draws the rounds of a trace."""
+"""Reports that people look at: results as one page, the rounds of a trace as pictures (docs/report.md)."""

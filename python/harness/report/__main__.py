@@ -1,4 +1,8 @@
-"""python -m harness.report tree FILE [--out FILE.html] [--rounds A-B]: the rounds of a trace as pictures."""
+"""python -m harness.report [PATH...] [--compare OLD NEW]: results as one HTML page and as Markdown.
+
+PATH is a file of results or a folder with some (default: bench/results and reports). `python -m harness.report tree
+FILE` draws the rounds of a trace.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,94 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.report.document import html, markdown
+from harness.report.fields import ResultError
+from harness.report.page import build
+from harness.report.results import Results, Run, read, read_all
 from harness.report.rounds import TraceError, read_trace
 from harness.report.tree import page
+
+DEFAULT = ("bench/results", "reports")
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command; the exit code: 0 done, 1 a file that cannot be read or written, 2 usage (argparse)."""
-    parser = argparse.ArgumentParser(prog="python -m harness.report", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    tree = commands.add_parser("tree", help="draw the rounds of a trace (kdtree generate --trace FILE)")
-    tree.add_argument("file", metavar="FILE", type=Path)
-    tree.add_argument("--out", metavar="FILE.html", type=Path, help="default: FILE with the suffix .html")
-    tree.add_argument("--rounds", metavar="A-B", default="", help="only these rounds, counted from 0")
+    try:
+        return tree(arguments[1:]) if arguments[:1] == ["tree"] else report(arguments)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
+    except (ResultError, TraceError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+
+
+def report(arguments: list[str]) -> int:
+    """The page of results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="*", help="file of results, or folder with some")
+    out = Path("report.html")
+    parser.add_argument("--out", metavar="FILE.html", type=Path, default=out, help="default: report.html")
+    parser.add_argument("--md", metavar="FILE.md", type=Path, help="the same as Markdown, too")
+    parser.add_argument("--compare", metavar=("OLD", "NEW"), type=Path, nargs=2, help="two files of benchmarks")
+    parser.add_argument("--title", default="kdtree-engine: results")
+    given = parser.parse_args(arguments)
+    paths: list[Path] = given.paths or [p for p in map(Path, DEFAULT) if p.is_dir()]
+    if not paths and not given.compare:
+        parser.error(f"no PATH is given, and neither {' nor '.join(DEFAULT)} is here")
+    if not given.paths and given.compare:
+        paths = []
+    results = read_all(paths)
+    pair = None
+    if given.compare:
+        pair = benchmarks(given.compare[0]), benchmarks(given.compare[1])
+        known = {r.origin.file.resolve() for r in results.runs}
+        results.runs += [r for r in pair if r.origin.file.resolve() not in known]
+        results.runs.sort(key=lambda r: (r.origin.date, str(r.origin.file)))
+    if not results.all:
+        raise ResultError(f"{', '.join(map(str, paths))}: no results are in there")
+    document = build(results, given.title, pair)
+    write(given.out, html(document))
+    if given.md is not None:
+        write(given.md, markdown(document))
+    print(f"{given.out}: {summary(results)}")
+    return 0
+
+
+def benchmarks(file: Path) -> Run:
+    """A file that --compare can take. Raises ResultError."""
+    result = read(file)
+    if not isinstance(result, Run):
+        raise ResultError(f"{file}: no benchmarks are in it, so it cannot be compared")
+    return result
+
+
+def summary(results: Results) -> str:
+    """`2 runs of benchmarks, 1 matrix`."""
+    names = (
+        (results.runs, "runs of benchmarks"),
+        (results.matrices, "matrices"),
+        (results.laws, "laws"),
+        (results.traces, "traces"),
+        (results.deploys, "deploys"),
+    )
+    return ", ".join(f"{len(found)} {name}" for found, name in names if found)
+
+
+def write(file: Path, text: str) -> None:
+    """Whole or not at all. Raises OSError."""
+    temporary = file.with_name(file.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
+
+
+def tree(arguments: list[str]) -> int:
+    """The rounds of a trace as pictures."""
+    parser = argparse.ArgumentParser(prog="python -m harness.report tree")
+    parser.add_argument("file", metavar="FILE", type=Path, help="what kdtree generate --trace FILE wrote")
+    parser.add_argument("--out", metavar="FILE.html", type=Path, help="default: FILE with the suffix .html")
+    parser.add_argument("--rounds", metavar="A-B", default="", help="only these rounds, counted from 0")
     given = parser.parse_args(arguments)
     first, last = 0, sys.maxsize
     if given.rounds:
@@ -26,14 +106,10 @@ def main(arguments: list[str]) -> int:
             parser.error(f"--rounds is {given.rounds!r}; write 3-10, or 3")
         first, last = int(a), int(b or a)
     out: Path = given.out or given.file.with_suffix(".html")
-    try:
-        rounds = [r for r in read_trace(given.file) if first <= r.number <= last]
-        if not rounds:
-            raise TraceError(f"{given.file} has no rounds to draw")
-        out.write_text(page(rounds, given.file.name), encoding="utf-8")
-    except (OSError, TraceError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    rounds = [r for r in read_trace(given.file) if first <= r.number <= last]
+    if not rounds:
+        raise TraceError(f"{given.file} has no rounds to draw")
+    write(out, page(rounds, given.file.name))
     print(f"{out}: {len(rounds)} rounds")
     return 0
 

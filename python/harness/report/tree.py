@@ -68,12 +68,12 @@ def _section(r: Round) -> str:
     return (
         f'<h2 id="round-{r.number}">Round {r.number}: {len(r.emitted)} tokens from {r.nodes} of '
         f"{len(r.tokens) - 1} nodes, root at position {r.position}</h2>"
-        f"<p>emitted <code>{escape(_visible(text))}</code>, {1e3 * r.total_seconds:.2f} ms</p>"
+        f"<p>emitted <code>{escape(visible(text))}</code>, {1e3 * r.total_seconds:.2f} ms</p>"
         f'<div class="frame">{drawing(r)}{stages(r)}</div>'
     )
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Control characters, which XML does not allow, as their pictures."""
     return "".join(c if c.isprintable() else chr(0x2400 + ord(c)) if ord(c) < 0x20 else "\ufffd" for c in text)
 
@@ -132,7 +132,7 @@ def drawing(r: Round) -> str:
         border = _BORDER[r.sources[i]] if asked else "#999"
         dash = "" if asked else ' stroke-dasharray="3 2"'
         fill = "#bfe5c3" if taken else "#fff"
-        label = _visible(r.text[i])
+        label = visible(r.text[i])
         short = label if len(label) <= _LETTERS else label[: _LETTERS - 1] + "…"
         about = f"node {i}: token {r.tokens[i]}, probability {r.probabilities[i]:.4g}, {SOURCES[r.sources[i]]}"
         boxes.append(
