@@ -88,7 +88,9 @@ class Bench:
 
         call = decoding.step if steps else decoding.finish
         benchmark.pedantic(call, setup=before, rounds=rounds, warmup_rounds=2)
-        m = self.runner.measurement(decoding, [benchmark.stats.stats.median], max(read))  # type: ignore[union-attr]
+        if benchmark.stats is None:  # --benchmark-disable: run, not timed
+            return
+        m = self.runner.measurement(decoding, [benchmark.stats.stats.median], max(read))
         native = self.runner.engine.native
         record = Record(
             self.runner.roofline, native.device, native.description, bytes=m.bytes,
@@ -103,7 +105,7 @@ class Bench:
             "rows_per_forward": m.rows / m.forwards,
             "forwards": m.forwards,
             "accepted_length": emitted / m.forwards,
-            "tokens_per_second": emitted / benchmark.stats.stats.median,  # type: ignore[union-attr]
+            "tokens_per_second": emitted / benchmark.stats.stats.median,
             "stage_seconds": {k: v for k, v in stats["seconds"].items() if k != "prefill"},
             "weight_bytes": self.runner.engine.weight_bytes,
         }

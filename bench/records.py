@@ -33,7 +33,9 @@ class Record:
         self.working_set = working_set or bytes
 
     def fill(self, benchmark: BenchmarkFixture, sticks: dict[str, list[float]]) -> None:
-        stats = benchmark.stats.stats  # type: ignore[union-attr]
+        if benchmark.stats is None:  # --benchmark-disable: run, not timed
+            return
+        stats = benchmark.stats.stats
         info: dict[str, Any] = benchmark.extra_info
         info |= {"device": self.device, "path": self.path, "load_average": round(os.getloadavg()[0], 1)}
         info["clocks"] = clocks(self.device, self.path)

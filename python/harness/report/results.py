@@ -143,6 +143,15 @@ class Results:
     def all(self) -> list[Result]:
         return [*self.matrices, *self.laws, *self.runs, *self.traces, *self.deploys]
 
+    def sort(self) -> None:
+        """Oldest first."""
+
+        def age(result: Result) -> tuple[str, str]:
+            return result.origin.date, str(result.origin.file)
+
+        for results in (self.runs, self.matrices, self.laws, self.traces, self.deploys):
+            results.sort(key=age)
+
 
 def read_all(paths: Sequence[Path]) -> Results:
     """Files, and every result in folders. A file that was named must be a result; in a folder other JSON is passed over
@@ -160,10 +169,18 @@ def read_all(paths: Sequence[Path]) -> Results:
             if result is None:
                 found.passed_over.append(str(file))
                 continue
-            lists = {Run: found.runs, Matrix: found.matrices, Laws: found.laws, Trace: found.traces}
-            lists.get(type(result), found.deploys).append(result)
-    for results in (found.runs, found.matrices, found.laws, found.traces, found.deploys):
-        results.sort(key=lambda r: (r.origin.date, str(r.origin.file)))  # type: ignore[attr-defined]
+            match result:
+                case Run():
+                    found.runs.append(result)
+                case Matrix():
+                    found.matrices.append(result)
+                case Laws():
+                    found.laws.append(result)
+                case Trace():
+                    found.traces.append(result)
+                case Deploy():
+                    found.deploys.append(result)
+    found.sort()
     return found
 
 
@@ -346,7 +363,7 @@ def cuda_bench(top: Fields) -> Run:
         figures.append(
             Figure(
                 phase=CUDA_PHASE,
-                name=f"{r.text('name')}, rows {r.number('rows'):.0f}",
+                name=f"{r.text('name').strip()}, rows {r.number('rows'):.0f}",
                 seconds=us / 1e6,
                 best=(r.maybe_number("best_us") or us) / 1e6,
                 bytes=size,

@@ -1,0 +1,151 @@
+"""The page of results: nothing that was not measured, nothing that a file smuggles in, a sentence for a damaged file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.report.__main__ import main
+from harness.report.compare import common
+from harness.report.document import html, markdown
+from harness.report.fields import ResultError
+from harness.report.page import build
+from harness.report.results import Run, read, read_all
+
+HERE = Path(__file__).resolve().parents[2] / "bench" / "results"
+
+
+def bench(median: float, iqr: float = 0.0, name: str = "test_x", **info: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "fullname": f"bench/phase1_kernels/test_bench.py::{name}",
+        "stats": {"median": median, "min": median, "iqr": iqr, "rounds": 9},
+        "extra_info": {"path": "avx2", **info},
+    }
+
+
+def run_file(folder: Path, name: str, *benchmarks: dict[str, Any]) -> Path:
+    file = folder / name
+    file.write_text(
+        json.dumps({"machine_info": {"machine": "x86_64"}, "datetime": "2026-01-02T03:04:05", "benchmarks": benchmarks})
+    )
+    return file
+
+
+def runs(*files: Path) -> list[Run]:
+    found = [read(f) for f in files]
+    assert all(isinstance(r, Run) for r in found)
+    return [r for r in found if isinstance(r, Run)]
+
+
+Report = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Report:
+    """report(ARGUMENTS…) in an empty folder: exit code and what went to stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_committed_results_make_a_page(tmp_path: Path, report: Report) -> None:
+    """Catches a committed record that the report cannot read, or a page that needs the network."""
+    code, said = report(str(HERE), "--out", "page.html", "--md", "page.md")
+    assert code == 0, said
+    page = (tmp_path / "page.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", page), "something is fetched from outside"
+    assert "<script src" not in page and "@import" not in page and "url(http" not in page
+    assert "24 passed" in page and "bit for bit" in page
+    assert (tmp_path / "page.md").read_text().startswith("# ")
+
+
+def test_nothing_measured_is_nothing_shown(tmp_path: Path) -> None:
+    """Catches figures made up where there are none: a lone run of benchmarks has no matrix, no laws and no roofline."""
+    file = run_file(tmp_path, "a.json", bench(1e-3))
+    page = html(build(read_all([file]), "t"))
+    assert page.count("NOT RUN") >= 2  # matrix and laws
+    assert "PASS" not in page and "identical" not in page and "GB/s" not in page
+
+
+def test_text_of_results_is_escaped(tmp_path: Path) -> None:
+    """Catches a name of a benchmark, a machine or a file that becomes part of the page."""
+    evil = "<script>alert(1)</script>"
+    file = run_file(tmp_path, "a.json", bench(1e-3, name=f"test_{evil}", path=evil))
+    document = build(read_all([file]), evil)
+    assert "<script>alert" not in html(document)
+    assert "&lt;script&gt;" in html(document)
+    assert "<script>alert" not in markdown(document)
+
+
+def test_a_run_compared_with_itself_is_within_noise(tmp_path: Path) -> None:
+    """Catches a comparison that calls equal runs faster or slower, and one that misses a doubled time."""
+    old = run_file(tmp_path, "old.json", bench(1e-3, iqr=1e-5))
+    twice = run_file(tmp_path, "new.json", bench(2e-3, iqr=1e-5))
+    a, b = runs(old, twice)
+    assert [c.verdict for c in common(a, a)] == ["within noise"]
+    assert [c.verdict for c in common(a, b)] == ["slower"]
+    assert [c.verdict for c in common(b, a)] == ["faster"]
+
+
+def test_noise_widens_what_counts_as_equal(tmp_path: Path) -> None:
+    """Catches a verdict from medians alone: times that spread by half of themselves prove no five per cent."""
+    a, b = runs(
+        run_file(tmp_path, "a.json", bench(1e-3, iqr=5e-4)), run_file(tmp_path, "b.json", bench(1.05e-3, iqr=5e-4))
+    )
+    assert [c.verdict for c in common(a, b)] == ["within noise"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not JSON"]),
+        ("[]", ["list"]),
+        ('{"legs": 3}', ["legs", "list"]),
+        ('{"legs": [{"status": "MAYBE"}]}', ["legs[0]", "status", "PASS"]),
+        ('{"machine_info": {}, "benchmarks": [{"name": 3}]}', ["benchmarks[0]", "object"]),
+        ('{"results": [{"us": -1, "name": "x", "rows": 1}], "replays": 1, "device": "d"}', ["[0].us", "at least"]),
+        ('{"results": [{"us": NaN, "name": "x", "rows": 1}], "replays": 1, "device": "d"}', ["[0].us", "number"]),
+        ('{"schema": "other/9", "results": []}', ["schema", "kdtree-bench/1"]),
+        ("[" * 100000, ["nested"]),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, report: Report, text: str, words: list[str]) -> None:
+    """Catches a traceback, or half a page, from a file that is cut or was never a result."""
+    (tmp_path / "bad.json").write_text(text)
+    code, said = report("bad.json")
+    assert code == 1 and not (tmp_path / "report.html").exists()
+    assert said.startswith("error: bad.json") and said.count("\n") == 1, said
+    for word in words:
+        assert word in said
+
+
+def test_unknown_json_is_passed_over_in_a_folder_and_refused_by_name(tmp_path: Path) -> None:
+    """Catches a folder refused for a file of another kind, and a named file that is silently left out."""
+    run_file(tmp_path, "a.json", bench(1e-3))
+    (tmp_path / "other.json").write_text('{"some": "thing"}')
+    found = read_all([tmp_path])
+    assert len(found.runs) == 1 and [Path(p).name for p in found.passed_over] == ["other.json"]
+    with pytest.raises(ResultError, match=r"other\.json"):
+        read_all([tmp_path / "other.json"])
+
+
+def test_wrong_usage_and_unwritable_pages_end_in_a_sentence(tmp_path: Path, report: Report) -> None:
+    """Catches a page that is half written, and a missing folder that ends in a traceback."""
+    run_file(tmp_path, "a.json", bench(1e-3))
+    usages = ((["none"], 1), ([], 2), (["a.json", "--out", "no/such/page.html"], 1), (["--nonsense"], 2))
+    for arguments, code in usages:
+        got, said = report(*arguments)
+        assert got == code and said, (arguments, said)
