@@ -1,4 +1,4 @@
-"""The page of results: nothing that was not measured, nothing that a file smuggles in, a sentence for a damaged file."""
+"""The page of results: nothing unmeasured, nothing that a file smuggles in, a sentence for a damaged file."""
 
 from __future__ import annotations
 
