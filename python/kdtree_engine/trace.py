@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None = None) -> None:
+        self._path = path
         self._file = path.open("w", encoding="utf-8")
         self._tokenizer = tokenizer
         self._rounds = 0
@@ -27,7 +30,8 @@ class TraceWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._named():
+            self._file.close()
 
     def write(self, trace: dict[str, Any]) -> None:
         """`trace`: as ``Session.generate(on_round=…)`` delivers it."""
@@ -35,10 +39,20 @@ class TraceWriter:
         if self._tokenizer is not None:
             line["text"] = [self._tokenizer.decode([token]) for token in trace["tokens"]]
             line["emitted_text"] = [self._tokenizer.decode([token]) for token in trace["emitted"]]
-        json.dump(_finite(line), self._file, ensure_ascii=False, separators=(",", ":"))
-        self._file.write("\n")
-        self._file.flush()
+        with self._named():
+            json.dump(_finite(line), self._file, ensure_ascii=False, separators=(",", ":"))
+            self._file.write("\n")
+            self._file.flush()
         self._rounds += 1
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """An OSError of a write knows no file; this adds it."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
 
 def _finite(value: Any) -> Any:

@@ -139,3 +139,36 @@ def test_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
     err = child.stderr.read().decode()
     assert child.wait(60) == 1
     assert "Traceback" not in err and "Exception" not in err, err
+
+
+def in_shell(line: str, *arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command with the redirections of `line`, where "$@" stands for it."""
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", *ARGV, *map(str, arguments)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_closed_streams(folder: Path) -> None:
+    """Catches a stream that is not there: an internal error, or a result lost because nobody reads the statistics."""
+    wanted = ("generate", folder, "--prompt", "a", "--max-tokens", "3")
+    assert in_shell('"$@" >&-', *wanted) == (1, "", "error: stdout is closed: the results have nowhere to go\n")
+    assert in_shell('"$@" 2>&-', *wanted) == (0, kdtree(*wanted).out, "")
+    assert in_shell('"$@" >&- 2>&-', *wanted) == (1, "", "")
+
+
+def test_full_disk_names_what_could_not_be_written(folder: Path) -> None:
+    """Catches `No space left on device` without a word of where."""
+    wanted = ("generate", folder, "--prompt", "a", "--max-tokens", "3")
+    for more in ((), ("--json",)):
+        code, _, err = in_shell('"$@" >/dev/full', *wanted, *more)
+        assert code == 1 and err.endswith("error: stdout cannot be written: No space left on device\n"), err
+    code, _, err = in_shell('"$@"', *wanted, "--trace", "/dev/full")
+    assert code == 1 and err == "error: /dev/full: No space left on device\n"
+
+
+def test_least_context_is_the_engines(folder: Path) -> None:
+    """Catches two different lower bounds in the sentences about one option."""
+    for value in ("1", "999999999"):
+        assert "expected an integer from 2 to " in kdtree("generate", folder, "--prompt", "a", "--context", value).err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -272,8 +273,8 @@ def _is_usage_error(e: Exception) -> bool:
 
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code. Every error is one sentence on stderr."""
-    console.prepare_streams()
     try:
+        console.prepare_streams()
         result: Any = app(args=arguments, prog_name="kdtree", standalone_mode=False)
         sys.stdout.flush()
         return int(result or 0)
@@ -309,7 +310,9 @@ def _failed(e: Exception) -> int:
     if isinstance(e, EngineError):
         console.error(str(e))
     elif isinstance(e, OSError):
-        where = f"{e.filename}: " if e.filename else ""
+        # The files that a command writes carry their names; what is left is the output itself.
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        where = f"{e.filename}: " if e.filename else "stdout cannot be written: " if full else ""
         console.error(f"{where}{e.strerror or e}")
     else:
         console.error(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+from kdtree_engine.cli.exits import Failure
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -16,7 +19,19 @@ Progress = Callable[[int, int], None]  # (done, total)
 
 
 def prepare_streams() -> None:
-    """Results are UTF-8 whatever the locale says: a model's text knows no locale."""
+    """Results are UTF-8 whatever the locale says: a model's text knows no locale.
+
+    Where the caller closed stderr (`2>&-`) messages go nowhere. Raises Failure where stdout is closed.
+    """
+    # Python sets a stream to None whose descriptor is closed. The null device takes the free descriptor, which
+    # else the first file opened would get.
+    out, err = sys.stdout, sys.stderr
+    if out is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
+    if err is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
+    if out is None:
+        raise Failure("stdout is closed: the results have nowhere to go")
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -116,6 +131,11 @@ def _bar(label: str, *columns: ProgressColumn) -> Iterator[Progress | None]:
 
     with bars:
         yield update
+
+
+def count_text(count: int, thing: str) -> str:
+    """1, "token" -> '1 token'; 2, "token" -> '2 tokens'."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def byte_text(count: int) -> str:

@@ -153,8 +153,8 @@ def _summary(result: GenerationResult) -> str:
     lengths = stats["accepted_lengths"]
     mean = sum(lengths) / len(lengths) if lengths else 0.0
     return (
-        f"{len(result.tokens)} tokens, {stats['tokens_per_second']:.1f} tokens/s; "
-        f"{mean:.2f} tokens a round, {stats['target_forwards']} target forwards; "
-        f"prompt: {len(result.prompt_tokens)} tokens in {seconds['prefill']:.2f} s; "
+        f"{console.count_text(len(result.tokens), 'token')}, {stats['tokens_per_second']:.1f} tokens/s; "
+        f"{mean:.2f} tokens a round, {console.count_text(stats['target_forwards'], 'target forward')}; "
+        f"prompt: {console.count_text(len(result.prompt_tokens), 'token')} in {seconds['prefill']:.2f} s; "
         f"stopped: {result.stop_reason}"
     )

@@ -218,7 +218,8 @@ class RunOptions:
 
 def within(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:  # NaN fails both comparisons
-        raise UsageProblem(f"{name} is {value}; it must lie between {low:.12g} and {high:.20g}")
+        top = str(high) if isinstance(high, int) else f"{high:.20g}"  # the format g would round 2**64 - 1
+        raise UsageProblem(f"{name} is {value}; it must lie between {low:.12g} and {top}")
 
 
 def check_device(device: str) -> None:

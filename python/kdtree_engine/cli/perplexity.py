@@ -90,7 +90,8 @@ def execute(options: Options) -> int:
     name = console.visible(Path(options.model).resolve().name, keep_lines=False)
     print(f"{name} on {engine.description}")
     print(
-        f"{result.tokens} tokens, {result.bytes} bytes, {result.windows} windows, {seconds:.1f} s, "
+        f"{console.count_text(result.tokens, 'token')}, {console.count_text(result.bytes, 'byte')}, "
+        f"{console.count_text(result.windows, 'window')}, {seconds:.1f} s, "
         f"{result.tokens / seconds:.1f} tokens/s"
     )
     print(f"bits per byte   {result.bits_per_byte:.6f}")
