@@ -66,8 +66,13 @@ def load_model(text: str) -> tuple[Engine, list[int], str]:
 def load_bundle(name: str, out: Path) -> tuple[Engine, list[int], str]:
     """A golden bundle, made now. Raises SystemExit where that fails."""
     from harness.golden.__main__ import main as golden
+    from harness.golden.generate import GENERATORS
     from kdtree_engine import Engine
 
+    models = [known for known in GENERATORS if known.startswith("model_")]
+    if name not in models:
+        print(f"error: no model bundle {name!r}; there are {', '.join(models)}", file=sys.stderr)
+        raise SystemExit(2)
     if code := golden(["--bundle", name, "--out", str(out), "--threads", "1"]):
         raise SystemExit(code)
     path = out / f"{name}.kdtr"
@@ -80,7 +85,7 @@ def load_bundle(name: str, out: Path) -> tuple[Engine, list[int], str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code."""
-    parser = argparse.ArgumentParser(prog="python -m harness.demo", description=__doc__.splitlines()[2])
+    parser = argparse.ArgumentParser(prog="python -m harness.demo", description="\n".join(__doc__.splitlines()[2:]))
     parser.add_argument("--prompt", metavar="TEXT", default=PROMPT, help="what the demo model continues")
     parser.add_argument("--bundle", metavar="NAME", help="a golden bundle instead of the demo model")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("bundles"), help="where to write a bundle")

@@ -260,6 +260,9 @@ def main(argv: list[str] | None = None) -> int:
         if value not in known:
             print(f"no {what} {value!r}; there are {', '.join(known)}", file=sys.stderr)
             return 2
+    if args.dir is not None and (missing := [n for n in names if not (args.dir / f"{n}.kdtr").is_file()]):
+        print(f"{args.dir} has no {missing[0]}.kdtr; python -m harness.golden --out DIR makes it", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as made:
         folder = args.dir or Path(made)
         if args.dir is None:

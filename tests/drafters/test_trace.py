@@ -149,10 +149,19 @@ def test_the_command(seen: Watched, tmp_path: Path) -> None:
     done = report(str(path), "--rounds", "1-2", "--out", str(tmp_path / "few.html"))
     assert done.returncode == 0
     assert re.findall(r'id="round-(\d+)"', (tmp_path / "few.html").read_text()) == ["1", "2"]
+    binary, empty, before = tmp_path / "binary", tmp_path / "empty.jsonl", path.read_bytes()
+    binary.write_bytes(b"{\xff")
+    empty.touch()
     for arguments, code, words in (
         ((str(tmp_path / "none.jsonl"),), 1, "none.jsonl"),
-        ((str(path), "--rounds", "90-99"), 1, "no rounds"),
+        ((str(path), "--rounds", "90-99"), 1, "--rounds is 90-99"),
         ((str(path), "--rounds", "few"), 2, "--rounds"),
+        ((str(path), "--rounds", "2-1"), 2, "--rounds is '2-1'"),
+        ((str(path), "--out", str(path)), 2, "is the trace itself"),
+        ((str(tmp_path),), 1, "Is a directory"),
+        ((str(binary),), 1, "not valid UTF-8 at byte 1"),
+        ((str(empty),), 1, "empty.jsonl is empty"),
     ):
         failed = report(*arguments)
         assert failed.returncode == code and words in failed.stderr and "Traceback" not in failed.stderr
+    assert path.read_bytes() == before

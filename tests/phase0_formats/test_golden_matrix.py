@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from harness import matrix
+from harness import demo, matrix
 from harness.golden import generate
 from harness.matrix import Decoded, Leg, judge
 
@@ -155,3 +155,17 @@ def test_a_broken_file_fails_its_legs(capsys, tmp_path):
     arguments = ["--backend", "cpu", "--bundle", "model_int4_tiny", "--dir", str(tmp_path)]
     assert matrix.main(arguments) == 1
     assert capsys.readouterr().out.count("FAIL  model_int4_tiny") == 2
+
+
+def test_folder_without_the_bundles_is_no_failed_leg(tmp_path, capsys):
+    """Catches a wrong --dir that is reported as an engine whose tokens differ."""
+    assert matrix.main(["--backend", "cpu", "--bundle", "model_int4_tiny", "--dir", str(tmp_path)]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == "" and "model_int4_tiny.kdtr" in seen.err
+
+
+def test_demo_of_a_bundle_that_is_no_model(capsys):
+    """Catches a traceback where the name of a golden bundle of kernels is given."""
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--bundle", "kernel_route"])
+    assert end.value.code == 2 and "no model bundle 'kernel_route'" in capsys.readouterr().err

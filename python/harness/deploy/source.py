@@ -147,7 +147,7 @@ def _project(root: Path) -> tuple[str, tuple[str, ...], tuple[int, int]]:
         requires = table["build-system"]["requires"]
         floor = re.fullmatch(r">=\s*(\d+)\.(\d+)", table["project"]["requires-python"])
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise Refused(f"{path} cannot be read as a project: {error}") from None
+        raise Refused(f"{path} cannot be read as a project: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(distribution, str) or not _NAME.fullmatch(distribution):
         raise Refused(f"{path}: project.name is {distribution!a}")
     if floor is None:

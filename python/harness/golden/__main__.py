@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{extra[0]}: in the manifest but not generated", file=sys.stderr)
         return 1
     print(
-        f"{len(names)} bundles"
+        f"{len(names)} bundle{'s' * (len(names) != 1)}"
         + (" as in the manifest" if args.check else "")
         + (f" in {out}" if out else "")
     )

@@ -76,13 +76,13 @@ def benchmarks(file: Path) -> Run:
 def summary(results: Results) -> str:
     """`2 runs of benchmarks, 1 matrix`."""
     names = (
-        (results.runs, "runs of benchmarks"),
-        (results.matrices, "matrices"),
-        (results.laws, "laws"),
-        (results.traces, "traces"),
-        (results.deploys, "deploys"),
+        (results.runs, "run of benchmarks", "runs of benchmarks"),
+        (results.matrices, "matrix", "matrices"),
+        (results.laws, "check of the laws", "checks of the laws"),
+        (results.traces, "trace", "traces"),
+        (results.deploys, "deploy", "deploys"),
     )
-    return ", ".join(f"{len(found)} {name}" for found, name in names if found)
+    return ", ".join(f"{len(found)} {one if len(found) == 1 else many}" for found, one, many in names if found)
 
 
 def write(file: Path, text: str) -> None:
@@ -105,10 +105,16 @@ def tree(arguments: list[str]) -> int:
         if not a.isdecimal() or not (b or a).isdecimal():
             parser.error(f"--rounds is {given.rounds!r}; write 3-10, or 3")
         first, last = int(a), int(b or a)
+        if last < first:
+            parser.error(f"--rounds is {given.rounds!r}; the first must not come after the last")
+    all_rounds = read_trace(given.file)
     out: Path = given.out or given.file.with_suffix(".html")
-    rounds = [r for r in read_trace(given.file) if first <= r.number <= last]
+    if out.resolve() == given.file.resolve():
+        parser.error(f"{out} is the trace itself; name another file with --out")
+    rounds = [r for r in all_rounds if first <= r.number <= last]
     if not rounds:
-        raise TraceError(f"{given.file} has no rounds to draw")
+        numbers = [r.number for r in all_rounds]
+        raise TraceError(f"{given.file} has the rounds {min(numbers)} to {max(numbers)}; --rounds is {given.rounds}")
     write(out, page(rounds, given.file.name))
     print(f"{out}: {len(rounds)} rounds")
     return 0

@@ -39,9 +39,15 @@ class Round:
 
 
 def read_trace(path: Path) -> list[Round]:
-    """The rounds of a trace. Raises OSError, and TraceError for a line that is not one."""
+    """The rounds of a trace. Raises OSError, and TraceError for a file without any or a line that is not one."""
     rounds = []
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # texts may hold other line ends
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is no trace: it is not valid UTF-8 at byte {error.start}") from None
+    if not text:
+        raise TraceError(f"{path} is empty; expected a trace, one JSON object a line")
+    lines = text.removesuffix("\n").split("\n")  # texts may hold other line ends
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         try:
