@@ -61,7 +61,7 @@ class Chat:
         if template is None and engine.path.is_dir():
             template = load_template(engine.path)
         if template is None:
-            fail("unsupported", f"{engine.path} has no chat template; give one, or generate from plain text")
+            fail("unsupported", f"{engine.path} has no chat template; `kdtree chat --chat-template FILE` takes one")
         self.template = template
         self.variables = dict(variables or {})
         self._system = [] if system is None else [{"role": "system", "content": checked_text(system)}]

@@ -98,7 +98,7 @@ class Engine:
             if draft_model is not None:
                 draft = files.enter_context(DraftModel(draft_model, draft_options))
                 draft.check_target(int(config["num_hidden_layers"]))
-            wanted = integer(context, "context", 1, _positions(config)) if context is not None else 0
+            wanted = integer(context, "context", 2, _positions(config)) if context is not None else 0
             tokenizer, eos = text_side(checkpoint.path, config)
             checkpoint.check_extent()
             with naming(checkpoint.path, "bad_model"):
@@ -138,7 +138,7 @@ class Engine:
         """
         limit = self._context
         if context is not None:
-            limit = integer(context, "context", 1, _positions(self.config))
+            limit = integer(context, "context", 2, _positions(self.config))
         return Session(self, _native.Session(_native.Executor(self.native, limit)), limit)
 
     def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
@@ -157,7 +157,8 @@ class Engine:
                 if self.path.is_dir()
                 else f"has only {self.vocab_size} tokens, no text"
             )
-            fail("unsupported", f"{self.path} {why}: {purpose} needs a tokenizer; give token ids instead")
+            instead = "; give prompt tokens instead" if purpose in ("text", "a text prompt") else ""
+            fail("unsupported", f"{self.path} {why}: {purpose} needs a tokenizer{instead}")
         return self.tokenizer
 
     def drafter(self, name: str) -> _native.Drafter | None:

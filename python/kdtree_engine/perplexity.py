@@ -125,7 +125,8 @@ def _score(
     window = min(DEFAULT_WINDOW, most) if window is None else integer(window, "window", 1, most)
     stride = max(1, window // 2) if stride is None else integer(stride, "stride", 1, window)
     if len(tokens) < 2:
-        fail("invalid_argument", f"the text has {len(tokens)} tokens; at least 2 are needed to score one")
+        plural = "s" * (len(tokens) != 1)
+        fail("invalid_argument", f"the text has {len(tokens)} token{plural}; at least 2 are needed to score one")
     session = engine.session(min(window, len(tokens) - 1) + 1)
     nats: list[float] = []
     count = 0

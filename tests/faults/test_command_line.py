@@ -44,7 +44,7 @@ def generate(model: Path | str, *options: str, **env: str) -> Run:
         (("--top-p", "1.5"), ("--top-p", "1.5")),
         (("--min-p", "nan"), ("--min-p",)),
         (("--seed", "-1"), ("--seed", "-1")),
-        (("--seed", str(2**64)), ("--seed",)),
+        (("--seed", str(2**64)), ("--seed", str(2**64 - 1))),
         (("--threads", "-2"), ("--threads", "-2")),
         (("--threads", "99999999999"), ("--threads",)),
         (("--context", "0"), ("--context", "0")),

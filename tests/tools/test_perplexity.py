@@ -112,7 +112,7 @@ def test_a_tokenizer_that_opens_texts(tmp_path: Path) -> None:
         ({"window": 10, "stride": 11}, "stride is 11; expected an integer from 1 to 10"),
         ({"stride": 0}, "stride is 0"),
         ({"limit": 1}, "limit is 1"),
-        ({"text": "a"}, "has 1 tokens; at least 2"),
+        ({"text": "a"}, "has 1 token; at least 2"),
         ({"text": ""}, "has 0 tokens; at least 2"),
     ],
 )
@@ -170,5 +170,5 @@ def test_refusals_of_the_command(folder: Path, tmp_path: Path) -> None:
     assert_refused(kdtree("perplexity", folder, "--text", "-"), "0 tokens; at least 2")
     assert_refused(kdtree("perplexity", folder, "--text", text, "--stride", "0"), "--stride", code=2)
     assert_refused(kdtree("perplexity", folder, "--text", text, "--window", "8", "--stride", "9"), "left out", code=2)
-    assert_refused(kdtree("perplexity", small, "--text", text), "no text", "token ids")
+    assert_refused(kdtree("perplexity", small, "--text", text), "no text", "needs a tokenizer")
     assert_refused(kdtree("perplexity", tmp_path / "nothing", "--text", text), "does not exist")
