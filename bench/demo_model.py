@@ -46,9 +46,13 @@ def bits(engine: Engine, corpus: Path, limit: int | None) -> dict[str, dict[str,
 
 def prompts(corpus: Path, kind: str, count: int) -> list[list[int]]:
     """Stretches of the held-out stream, evenly spread: those of `harness.train evaluate`."""
-    stream = load_tokens(corpus, "heldout", kind)  # type: ignore[arg-type]
+    return cut(load_tokens(corpus, "heldout", kind).tolist(), count)  # type: ignore[arg-type]
+
+
+def cut(stream: list[int], count: int) -> list[list[int]]:
+    """`count` stretches of SIZE tokens, evenly spread."""
     room = len(stream) - SIZE
-    return [stream[at : at + SIZE].tolist() for at in (i * room // count for i in range(count))]
+    return [stream[at : at + SIZE] for at in (i * room // count for i in range(count))]
 
 
 def lengths(engine: Engine, given: list[list[int]], tokens: int, **options: Any) -> dict[str, float]:

@@ -35,7 +35,8 @@ void bind_drafters(nb::module_& m) {
         .def_prop_ro("uses_draft_model", &Drafter::uses_draft_model);
 
     nb::class_<DFlashDrafter, Drafter>(m, "DFlashDrafter", "Asks the engine's DFlash draft model: a table.")
-        .def(nb::init<>());
+        .def(nb::init<int>(), "width"_a = kMaxTableWidth,
+             "Keeps the `width` likeliest tokens of each position; 1 drafts a chain.");
 
     nb::class_<CombinedDrafter, Drafter>(
         m, "CombinedDrafter",

@@ -69,23 +69,30 @@ _BLOCK_WIDE = ("bidirectional", "non_causal", "noncausal", "full")
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How to read what a draft model's config leaves open; None: the config must say.
+    """How to read what a draft model's config leaves open, and how to use it; None: the config must say.
 
     ``block_size``: it counts ``rows`` (the anchor included) or ``drafts``. ``yarn``: the amplitude of cos and
     sin is the ``ratio`` m(mscale) / m(mscale_all_dim), or ``legacy``, m(1), whatever the mscales say.
     ``sliding``: in layers with a sliding window a row of the block sees the rows before it (``causal``) or
     the whole ``block``. ``window``: no layer looks further back than this many positions.
+    ``width``: the tree takes only this many likeliest tokens of a position, 1 to 64 (None: 64); with 1 it
+    is a chain.
     """
 
     block_size: Literal["rows", "drafts"] | None = None
     yarn: Literal["ratio", "legacy"] | None = None
     sliding: Literal["causal", "block"] | None = None
     window: int | None = None
+    width: int | None = None
 
     CHOICES: ClassVar[Mapping[str, tuple[str, str]]] = {
         "block_size": ("rows", "drafts"),
         "yarn": ("ratio", "legacy"),
         "sliding": ("causal", "block"),
+    }
+    NUMBERS: ClassVar[Mapping[str, tuple[int, str]]] = {
+        "window": (2**24, "positions"),
+        "width": (64, "tokens a position"),  # kMaxTableWidth of cpp/core/limits.h
     }
 
     def __post_init__(self) -> None:
@@ -93,22 +100,24 @@ class DraftOptions:
             value = getattr(self, key)
             if value is not None and value not in choices:
                 fail("invalid_argument", f"the draft option {key} is {value!r}; expected {' or '.join(choices)}")
-        w = self.window
-        if w is not None and (isinstance(w, bool) or not isinstance(w, int) or not 1 <= w <= 2**24):
-            fail("invalid_argument", f"the draft option window is {w!r}; expected 1 to {2**24} positions")
+        for key, (most, unit) in self.NUMBERS.items():
+            n = getattr(self, key)
+            if n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most):
+                fail("invalid_argument", f"the draft option {key} is {n!r}; expected 1 to {most} {unit}")
 
     @classmethod
     def parse(cls, pairs: Mapping[str, str]) -> DraftOptions:
         """From texts, as a command line has them. Raises EngineError ``invalid_argument``."""
-        known = (*cls.CHOICES, "window")
+        known = (*cls.CHOICES, *cls.NUMBERS)
         for key in pairs:
             if key not in known:
                 fail("invalid_argument", f"the draft option {key!r} is not known; known: {', '.join(known)}")
         values: dict[str, Any] = dict(pairs)
-        if "window" in values:
-            if not values["window"].isdecimal():
-                fail("invalid_argument", f"the draft option window is {values['window']!r}; expected a number")
-            values["window"] = int(values["window"])
+        for key in cls.NUMBERS:
+            if key in values:
+                if not values[key].isdecimal():
+                    fail("invalid_argument", f"the draft option {key} is {values[key]!r}; expected a number")
+                values[key] = int(values[key])
         return cls(**values)
 
 

@@ -38,7 +38,8 @@ class Engine:
 
     ``path``; ``config`` (the numbers of the model); ``tokenizer``, None where the model has none and its
     vocabulary is too small for bytes; ``eos_token_ids``, the tokens that end a text; ``recorded``, what a
-    bundle holds beside its model (a prompt, draft tables).
+    bundle holds beside its model (a prompt, draft tables); ``draft_width``, how many tokens a position the
+    draft model's table has in :meth:`drafter`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         context: int = 0,
         recorded: Mapping[str, npt.NDArray[Any]] | None = None,
+        draft_width: int | None = None,
     ) -> None:
         self.native = native
         self.path = path
@@ -58,6 +60,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self._context = context
         self.recorded = dict(recorded or {})
+        self.draft_width = draft_width or DraftOptions.NUMBERS["width"][0]
 
     @classmethod
     def load(
@@ -111,7 +114,8 @@ class Engine:
             checkpoint.load_into(builder, progress, rounding)
             native = builder.finish()
             recorded = checkpoint.recorded() if isinstance(checkpoint, Bundle) else None
-        return cls(native, checkpoint.path, config, tokenizer, eos, wanted, recorded)
+        width = draft_options.width if draft_options is not None else None
+        return cls(native, checkpoint.path, config, tokenizer, eos, wanted, recorded, width)
 
     @property
     def device(self) -> str:
@@ -170,7 +174,7 @@ class Engine:
         needs a known continuation, which :meth:`Session.generate` finds by decoding plainly first.
         """
         if name == "auto" and self.native.draft_config is not None:
-            return _native.CombinedDrafter([_native.DFlashDrafter(), _native.NgramDrafter()])
+            return _native.CombinedDrafter([_native.DFlashDrafter(self.draft_width), _native.NgramDrafter()])
         if name in ("auto", "ngram"):
             return _native.NgramDrafter()
         if name == "none":
@@ -180,7 +184,7 @@ class Engine:
         if name == "dflash":
             if self.native.draft_config is None:
                 fail("invalid_argument", "the drafter dflash needs a draft model, and none was loaded")
-            return _native.DFlashDrafter()
+            return _native.DFlashDrafter(self.draft_width)
         fail("invalid_argument", f"drafter {name!r} is not known; known: {', '.join(DRAFTERS)}")
 
     def _replay(self) -> _native.Drafter:

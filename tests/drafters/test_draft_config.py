@@ -251,7 +251,9 @@ def test_what_the_engine_does_not_compute_is_refused(changes: dict[str, Any], wo
 
 def test_options_are_checked() -> None:
     assert DraftOptions.parse({"window": "4096", "yarn": "legacy"}) == DraftOptions(window=4096, yarn="legacy")
-    for key, value in (("window", "0"), ("window", "-3"), ("window", "many"), ("block_size", "8"), ("rope", "x")):
+    assert DraftOptions.parse({"width": "1"}) == DraftOptions(width=1)
+    wrong = {"window": ("0", "-3", "many"), "width": ("0", "65", "one"), "block_size": ("8",), "rope": ("x",)}
+    for key, value in ((key, value) for key, values in wrong.items() for value in values):
         with pytest.raises(EngineError) as caught:
             DraftOptions.parse({key: value})
         assert caught.value.code == "invalid_argument" and key in str(caught.value)

@@ -241,6 +241,11 @@ def test_generate_with_a_draft_model(target: Path, tmp_path: Path) -> None:
         assert run.json["tokens"] == plain["tokens"] and run.json["stats"]["drafted"] > 50
         rounds = [json.loads(line) for line in trace.read_text().splitlines()]
         assert len(rounds) == run.json["stats"]["rounds"] and all(r["asked"] & TABLE for r in rounds)
+    run = kdtree(*common, *options, "--drafter", "auto", "--draft-option", "width=1", "--budget", "64")
+    assert run.code == 0 and run.json["tokens"] == plain["tokens"]
+    for r in (json.loads(line) for line in trace.read_text().splitlines()):
+        table = [(parent, source) for parent, source in zip(r["parents"], r["sources"], strict=True) if source & TABLE]
+        assert len({parent for parent, _ in table}) == len(table) == 7, "the table's nodes are no chain"
     assert_refused(kdtree(*common[:-1], "--draft-model", draft), "block_size 8", "block_size=rows")
     assert_refused(
         kdtree(*common[:-1], "--draft-model", draft, "--draft-option", "yarn=old"), "yarn", "ratio or legacy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from draft_models import RUN_IDS, RUNS, TABLE, Pair, pair, require, watch
 from models import prompt
@@ -46,6 +47,29 @@ def test_every_budget_equals_plain(p: Pair, sampling: str) -> None:
         assert_same(alone, plain)
         assert budget == 0 or alone.stats["drafted"] > 0
     assert accepted > 150 and branching > 3, "the drafts accepted too little to prove anything"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_narrow_table_is_the_first_ranks_of_the_whole(p: Pair, width: int) -> None:
+    """Catches a table whose rows shift when it is cut, a width that is not kept, and a chain that is no path."""
+    plain = generate(start(p), 40)
+    assert_same(generate(start(p), 40, drafter=_native.DFlashDrafter(width), budget=64), plain)
+    seen = watch(start(p), 40, drafter=_native.DFlashDrafter(width), budget=64)
+    assert len(seen.rounds) == len(seen.drafts) > 5
+    for r, draft in zip(seen.rounds, seen.drafts, strict=True):
+        best = np.argsort(-draft.logits, axis=1, kind="stable")[:, :width]
+        nodes = list(zip(r["tokens"], r["depths"], r["parents"], strict=True))[1:]
+        assert nodes and all(token in best[depth - 1] for token, depth, _ in nodes)
+        if width == 1:
+            assert [parent for _, _, parent in nodes] == list(range(len(nodes)))
+        else:
+            assert max(r["parents"].count(parent) for _, _, parent in nodes) == width
+
+
+def test_a_width_out_of_range_is_refused() -> None:
+    for width in (0, -1, 65):
+        with pytest.raises(_native.Error, match=f"width {width}; expected 1 to 64"):
+            _native.DFlashDrafter(width)
 
 
 def test_automatic_budget_equals_plain(p: Pair) -> None:
