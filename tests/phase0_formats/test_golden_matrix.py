@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -169,3 +171,17 @@ def test_demo_of_a_bundle_that_is_no_model(capsys):
     with pytest.raises(SystemExit) as end:
         demo.main(["--bundle", "kernel_route"])
     assert end.value.code == 2 and "no model bundle 'kernel_route'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["demo", "golden"])
+def test_unwritable_folder_is_a_sentence(module, tmp_path):
+    """Catches a traceback where bundles cannot be written."""
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", f"harness.{module}", "--bundle", "kernel_accept"]
+    if module == "demo":
+        command[-1] = "model_int4_tiny"
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "file" / "folder")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == f"error: {tmp_path}/file/folder: Not a directory"

@@ -93,4 +93,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from harness.guard import guarded
+
+    sys.exit(guarded(main))
