@@ -264,6 +264,8 @@ class _Reader:
     def model_type(self, known: Collection[str]) -> str:
         value = self.left.get("model_type")
         if not isinstance(value, str) or value not in known:
+            if self.left.get("architectures") == ["DFlashDraftModel"]:
+                fail("unsupported", f"{self.where} is a DFlash draft model's; --draft-model takes it beside a target")
             fail(
                 "unsupported",
                 f"{self.where}: model_type {value!r} is not supported; known: {', '.join(known)}",

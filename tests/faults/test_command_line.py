@@ -17,6 +17,8 @@ import pytest
 import tiny_models
 from command import ARGV, Run, assert_refused, environment, kdtree
 
+from kdtree_engine import demo_model
+
 USAGE = 2
 
 
@@ -207,6 +209,13 @@ def test_text_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert_refused(generate(model), "tokenizer.json", str(model))
     (model / "tokenizer.json").write_text("{}")
     assert_refused(generate(model), "tokenizer.json", str(model))
+
+
+def test_draft_model_in_the_place_of_a_target() -> None:
+    """Catches advice on model types where the user only mixed the two folders up."""
+    draft = demo_model().draft
+    for command in (("generate", draft, "--prompt", "a"), ("inspect", draft)):
+        assert_refused(kdtree(*command), str(draft), "--draft-model")
 
 
 def test_drafters_that_have_nothing_to_replay(folder: Path) -> None:
