@@ -172,3 +172,11 @@ def test_least_context_is_the_engines(folder: Path) -> None:
     """Catches two different lower bounds in the sentences about one option."""
     for value in ("1", "999999999"):
         assert "expected an integer from 2 to " in kdtree("generate", folder, "--prompt", "a", "--context", value).err
+
+
+def test_bundle_made_of_a_model_with_text_says_what_it_lacks(folder: Path, tmp_path: Path) -> None:
+    """Catches a tokenizer that is lost without a word: the bundle then takes text as bytes and answers nonsense."""
+    done = kdtree("convert", folder, tmp_path / "made.kdtr", "--to", "same")
+    assert done.code == 0 and "holds no tokenizer" in done.err and "--prompt-tokens" in done.err
+    back = kdtree("convert", tmp_path / "made.kdtr", tmp_path / "back", "--to", "same")
+    assert back.code == 0 and back.err == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from kdtree_engine.cli import console, exits
@@ -70,6 +71,9 @@ def execute(options: Options) -> int:
     except exits.Interrupted:
         console.log("the same command goes on where this one stopped")
         raise
+    files = [Path(options.source) / name for name in ("tokenizer.json", "tiktoken.model")]
+    if report.target.suffix == ".kdtr" and any(file.is_file() for file in files):
+        console.log("note: a bundle holds no tokenizer; give its prompts as token ids (--prompt-tokens)")
     if options.json:
         print(json.dumps({**asdict(report), "target": str(report.target)}), flush=True)
         return exits.OK
