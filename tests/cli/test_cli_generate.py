@@ -180,3 +180,10 @@ def test_bundle_made_of_a_model_with_text_says_what_it_lacks(folder: Path, tmp_p
     assert done.code == 0 and "holds no tokenizer" in done.err and "--prompt-tokens" in done.err
     back = kdtree("convert", tmp_path / "made.kdtr", tmp_path / "back", "--to", "same")
     assert back.code == 0 and back.err == ""
+
+
+def test_prompt_is_utf8_in_any_locale(folder: Path) -> None:
+    """Catches a prompt that is refused, as what it is not, because the locale is ASCII."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = kdtree("generate", folder, "--prompt", "ü", "--max-tokens", "1", "--json", **ascii_only)
+    assert done.code == 0 and done.json["prompt_tokens"] == generated(folder, "--prompt", "ü")["prompt_tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -294,8 +295,12 @@ def _prompt(text: str | None, file: str | None, tokens: str | None) -> tuple[str
         raise UsageProblem("the prompt is empty (--prompt)")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as e:  # bytes of the command line that were no UTF-8 arrive as lone surrogates
-        raise UsageProblem(f"--prompt is not valid UTF-8 at character {e.start}") from None
+    except UnicodeEncodeError:  # bytes that the locale does not know arrive as lone surrogates
+        try:
+            return os.fsencode(text).decode("utf-8"), None
+        except UnicodeError as e:
+            where = f" at byte {e.start}" if isinstance(e, UnicodeDecodeError) else ""
+            raise UsageProblem(f"--prompt is not valid UTF-8{where}") from None
     return text, None
 
 
