@@ -78,8 +78,9 @@ def generate(
     arguments = dict(locals())
     from kdtree_engine.cli import generate as command
 
-    with Interruptible() as interruption:
-        return command.execute(o.RunOptions.from_arguments(arguments, demo=True), interruption)
+    options = o.RunOptions.from_arguments(arguments, demo=True)
+    with Interruptible() as interruption:  # from here on `execute` answers every signal, with --json too
+        return command.execute(options, interruption)
 
 
 @app.command()
