@@ -22,8 +22,8 @@ void keep_first(std::vector<T>& table, int depth, int from, int width) {
 
 DFlashDrafter::DFlashDrafter(int width) : width_(width) {
     if (width < 1 || width > kMaxTableWidth)
-        fail(ErrorCode::invalid_argument, "the drafter dflash has a table of width %d; expected 1 to %d", width,
-             kMaxTableWidth);
+        fail(ErrorCode::invalid_argument, "the drafter dflash has a table of width %d; expected 1 to %d",
+             width, kMaxTableWidth);
 }
 
 void DFlashDrafter::propose(const DraftRequest& request, Proposal& proposal) {

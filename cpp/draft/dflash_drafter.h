@@ -1,5 +1,5 @@
-// The drafter that asks the engine's DFlash draft model: a table of block_rows - 1 positions, of which it keeps
-// the `width` likeliest tokens each. Width 1 is a chain: every tree of it is one path.
+// The drafter that asks the engine's DFlash draft model: a table of block_rows - 1 positions, of which it
+// keeps the `width` likeliest tokens each. Width 1 is a chain: every tree of it is one path.
 #pragma once
 
 #include "core/limits.h"
