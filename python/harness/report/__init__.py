@@ -1,1 +1,1 @@
-"""Reports that people look at: results as one page, the rounds of a trace as pictures (docs/report.md)."""
+"""Reports that people look at: results as one page, the rounds of a trace as pictures (docs/cli.md)."""

@@ -53,7 +53,10 @@ def report(arguments: list[str]) -> int:
     if given.compare:
         pair = benchmarks(given.compare[0]), benchmarks(given.compare[1])
         known = {r.origin.file.resolve() for r in results.runs}
-        results.runs += [r for r in pair if r.origin.file.resolve() not in known]
+        for run in pair:  # each file once, also where one is compared with itself
+            if (file := run.origin.file.resolve()) not in known:
+                known.add(file)
+                results.runs.append(run)
         results.runs.sort(key=lambda r: (r.origin.date, str(r.origin.file)))
     if not results.all:
         raise ResultError(f"{', '.join(map(str, paths))}: no results are in there")

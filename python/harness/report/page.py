@@ -374,5 +374,5 @@ def _files(results: Results) -> Section:
     if results.passed_over:
         section.blocks.append(Text("Other JSON that was passed over: " + ", ".join(results.passed_over) + ".", "soft"))
     section.blocks.append(Heading("How to make more"))
-    section.blocks.append(Text("docs/report.md names the command behind each kind of file."))
+    section.blocks.append(Text("docs/cli.md names the command behind each kind of file."))
     return section
