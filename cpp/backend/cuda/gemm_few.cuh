@@ -1,11 +1,11 @@
 // The tensor-core product of up to 16 tokens (docs/kernels/gemm.md). Weights are the A operand (16 outputs),
 // tokens the B operand (8 tokens): at few tokens the weight stream is all there is.
 //
-//   registers of a warp     a ring of kDepthFew steps of its two row tiles, straight from global memory:
-//                           no barrier, no shared memory and no other warp between a weight and its product
-//   shared memory           rows | activations [token][columns] in bf16, rows 64 bytes apart modulo 128, so
-//                           that a quarter of a warp reads its 16-byte pieces without a conflict | partial
-//                           sums
+// Registers of a warp: a ring of kDepth steps of its two row tiles, straight from global memory; no barrier,
+// no shared memory and no other warp stands between a weight and its product.
+//
+// Shared memory: rows | activations [token][columns] in bf16, rows 64 bytes apart modulo 128, so that a
+// quarter of a warp reads its 16-byte pieces without a conflict | partial sums.
 //
 // Activations are rounded to bf16 by the block, as many columns at a time as fit: of a single token, whole
 // rows. Splits are the blocks of a cluster; partial sums are added in split order through distributed shared

@@ -1,10 +1,10 @@
 // The tensor-core product of 17 to 72 tokens a block (docs/kernels/gemm.md): each weight fragment meets 3, 5,
 // 7 or 9 token tiles, so that the tensor cores are the limit and not the instructions around them.
 //
-//   registers of a warp     accumulators of two row tiles x NT token tiles, and a ring of kDepth steps of
-//   weights shared memory           rows | a ring of kSlots pieces of activations, 64 columns of all tokens
-//   each, in
-//                           B-fragment order [k32][token tile][lane] 16 bytes | later the partial sums
+// Registers of a warp: accumulators of two row tiles x NT token tiles, and a ring of kDepth steps of weights.
+//
+// Shared memory: rows | a ring of kSlots pieces of activations, 64 columns of all tokens each, in B-fragment
+// order [k32][token tile][lane] 16 bytes | later the partial sums.
 //
 // Activations come rounded and in this order (gemm_round.cu), by `cp.async`. One barrier a piece: whoever
 // passes it knows that the piece has landed and that everyone is done with the piece whose slot the next copy
