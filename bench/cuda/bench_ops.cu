@@ -5,6 +5,7 @@
 // op. `floor` is the op's bytes at 4.3 TB/s, a read rate measured on an H200. Writes one JSON object.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
@@ -407,6 +408,27 @@ void bench_tree(Bench& bench) {
     build.root = ints(1);
     build.tree = tree;
     report("build_tree, 64 nodes, depth 15", 65, bench.time(50, [&](int) { bench.b.build_tree(build); }), 0);
+    // The widest table, its rows log-probabilities of random logits, deeper ones flatter as a drafter's are.
+    // (Above, sums of equal ranks and depth agree in their upper halves: nearly every pop is a close one.)
+    std::vector<int32_t> wide_token;
+    std::vector<float> wide_logp;
+    for (int d = 0; d < depth; ++d) {
+        std::vector<double> logit(kMaxTableWidth);
+        double sum = 0.0;
+        for (double& v : logit) v = (7.0 - 0.25 * d) * (static_cast<double>(random_unit()) + 1.0) / 2.0;
+        for (const double v : logit) sum += std::exp(v);
+        std::sort(logit.rbegin(), logit.rend());
+        for (int r = 0; r < kMaxTableWidth; ++r) {
+            wide_token.push_back(100 * d + r);
+            wide_logp.push_back(static_cast<float>(logit[static_cast<size_t>(r)] - std::log(sum)));
+        }
+    }
+    BuildTreeArgs wide = build;
+    wide.proposal.table_token = bench.array(wide_token);
+    wide.proposal.table_logp = bench.array(wide_logp);
+    wide.proposal.table_width = kMaxTableWidth;
+    report("build_tree, 64 nodes, depth 15, K 64", 65, bench.time(50, [&](int) { bench.b.build_tree(wide); }),
+           0);
     const int paths = 8;
     std::vector<int32_t> steps;
     std::vector<float> step_logp;
