@@ -654,8 +654,8 @@ __global__ void __launch_bounds__(kThreads, 1) build_tree(const BuildTreeArgs a)
                 if (popper.pop<1>(count, min(a.budget, 31))) popper.pop<2>(count, a.budget);
             }
             if (lane == 0) b.count = count;
-        } else if (!packed) {
-            for (int d = warp - 1; d < table_rows; d += kWarps - 1)
+        } else if (!packed && warp % 4 != 0) {  // not those that share the first warp's scheduler
+            for (int d = warp - 1 - warp / 4; d < table_rows; d += kWarps / 4 * 3)
                 if (row_repeats(b, d, lane) && lane == 0) b.repeated = 1;
         }
         __syncthreads();
