@@ -9,7 +9,8 @@ bundle says with draft trees (replayed at budget 64). Tree legs must also have t
 bit. On CUDA both precisions run. Legs in bf16 (cuda/bf16) cannot have a float32 oracle's tokens: rounding moves
 logits, and on random weights now and then a router to another expert, which moves them far. They are judged
 along the bundle's own text by the median over positions of the largest difference, 3e-2 * max(1, largest
-|logit|) at most; their tree legs by the plain leg's bits.
+|logit|) at most; their tree legs by the plain leg's bits. docs/numerics.md ("Judging a decoding") states the rule,
+and kdtree-verify judges by the same.
 A leg that cannot run says NOT RUN with the reason and counts for nothing.
 Exit code 0: all that ran passed; 1: one failed; 2: nothing ran.
 """
