@@ -118,6 +118,9 @@ struct RmsNormArgs {  // y[i] = x[i] * rsqrt(mean(x[i]^2) + eps) * weight
     float eps;
     int width;
     float* y;  // [R, width]; may be x when x_stride == width
+    // Where x goes as it is, too: [R, copy_stride], the first `width` of each row; null: nowhere.
+    float* copy = nullptr;
+    int copy_stride = 0;
 };
 
 struct LinearArgs {  // y[i] = x[i] . w^T, or y[i] += x[i] . w^T
@@ -432,6 +435,8 @@ class Backend {
     // Records the ops that `ops` issues; nothing runs before `launch`. The default keeps the calls and makes
     // them again; a device with graphs captures them. `ops` must outlive nothing: it is copied.
     virtual std::unique_ptr<Graph> record(std::function<void()> ops);
+    // Whether ops are queued and run beside the host, and recording them is work of its own.
+    virtual bool queues() const { return false; }
 
     // Weights: checked here (NaN or infinite scales are refused, `name` says where), repacked once, owned by
     // the backend.

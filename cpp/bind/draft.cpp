@@ -1,6 +1,7 @@
 // Drafters, the draft model's loader and the budget for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -132,11 +133,14 @@ void bind_budget(nb::module_& m) {
         .def(nb::init<>())
         .def(
             "measure",
-            [](CostTable& t, const std::function<double(int)>& verify, double limit) {
-                t.measure(verify, limit);
+            [](CostTable& t, const std::function<double(int)>& verify, double limit,
+               const std::optional<std::function<double(int)>>& prepare) {
+                t.measure(verify, limit, prepare.value_or(nullptr));
             },
             "verify"_a, "limit"_a = CostTable::kLimitSeconds,
-            "Times verify(nodes), which returns seconds, for as many sizes as fit into `limit` of them.")
+            "prepare"_a = nb::none(),
+            "Times verify(nodes), which returns seconds, for as many sizes as fit into `limit` of them. "
+            "prepare(nodes), before the first of each size, returns seconds that count but are not the size's.")
         .def("observe", &CostTable::observe, "nodes"_a, "seconds"_a)
         .def("seconds", &CostTable::seconds, "nodes"_a)
         .def_prop_ro("measured", &CostTable::measured)
@@ -146,7 +150,16 @@ void bind_budget(nb::module_& m) {
         });
 
     nb::class_<Budget>(m, "Budget", "Decides who drafts and how many nodes are verified.")
-        .def(nb::init<int>(), "fixed"_a = -1)
+        .def(
+            "__init__",
+            [](Budget* self, int fixed, const Budget* before, int tokens) {
+                new (self) Budget(fixed, before != nullptr ? before->record() : DraftRecord{}, tokens);
+            },
+            "fixed"_a = -1, "before"_a.none() = nb::none(), "tokens"_a = 0,
+            "`before`: a budget of another session of the same engine, whose record this one starts from; "
+            "`tokens`: at most so many follow.")
+        .def("expect_draft", &Budget::expect_draft, "source"_a, "seconds"_a,
+             "What a draft of a source takes, known before the first.")
         .def("sources", &Budget::sources, "available"_a, "costs"_a, "The sources to ask this round, as bits.")
         .def(
             "choose",

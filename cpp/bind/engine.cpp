@@ -262,6 +262,7 @@ void bind_session(nb::module_& m) {
             },
             "engine"_a, "context"_a = 0, "sessions"_a = 1, "prefill_rows"_a = 0)
         .def_prop_ro("context", &Executor::context)
+        .def_prop_ro("vacant", &Executor::vacant, "Whether another session can be opened.")
         .def_prop_ro("prefill_rows", &Executor::prefill_rows)
         .def_prop_ro("bytes", &Executor::bytes);
 

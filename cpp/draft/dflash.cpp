@@ -78,7 +78,7 @@ DFlashRunner::DFlashRunner(Backend& b, const DFlashModel& model, const DFlashPla
     feed_.sequence = feed_in_.add<int32_t>(1);
     feed_.position = feed_in_.add<int32_t>(rows);
     feed_.index = feed_in_.add<int32_t>(kKeptRows);
-    feed_in_.allocate(b, "draft input");
+    feed_in_.allocate(b, "draft input", true);
 
     table_width_ = std::min(kMaxTableWidth, c.vocab_size);
     in_.rows = block_in_.add<int32_t>(1);
@@ -87,14 +87,24 @@ DFlashRunner::DFlashRunner(Backend& b, const DFlashModel& model, const DFlashPla
     in_.start = block_in_.add<int32_t>(1);
     in_.token = block_in_.add<int32_t>(block);
     in_.position = block_in_.add<int32_t>(block);
-    block_in_.allocate(b, "draft input");
+    block_in_.allocate(b, "draft input", true);
     *block_in_.host<int32_t>(in_.rows) = c.block_rows;
     *block_in_.host<int32_t>(in_.drafts) = c.drafts();
     std::fill_n(block_in_.host<int32_t>(in_.token), c.block_rows, c.mask_token_id);
 
     table_.token = out_.add<int32_t>(static_cast<size_t>(c.drafts()) * table_width_);
     table_.logp = out_.add<float>(static_cast<size_t>(c.drafts()) * table_width_);
-    out_.allocate(b, "draft table");
+    out_.allocate(b, "draft table", true);
+
+    // Recorded here, not in the middle of an answer.
+    draft_graph_ = b.record([this] { queue_draft(); });
+    for (size_t i = 0; i < kFeedSizes.size(); ++i)
+        feed_graphs_[i] = b.record([this, capacity = kFeedSizes[i]] { queue_feed(capacity, true); });
+}
+
+void DFlashRunner::wait_for_uploads() {
+    if (uploading_) backend_.synchronize();
+    uploading_ = false;
 }
 
 DraftCache DFlashRunner::cache(int layer) const {
@@ -107,6 +117,7 @@ DraftCache DFlashRunner::cache(int layer) const {
 // features, keys and values of committed positions
 
 void DFlashRunner::stage_feed(int sequence, int first, int count, bool from_kept) {
+    wait_for_uploads();
     *feed_in_.host<int32_t>(feed_.live) = count;
     *feed_in_.host<int32_t>(feed_.sequence) = sequence;
     int32_t* const position = feed_in_.host<int32_t>(feed_.position);
@@ -116,6 +127,7 @@ void DFlashRunner::stage_feed(int sequence, int first, int count, bool from_kept
         std::iota(index, index + count, sequence * kKeptRows);
     }
     feed_in_.upload();
+    uploading_ = true;
 }
 
 void DFlashRunner::queue_feed(int capacity, bool from_kept) {
@@ -150,8 +162,6 @@ void DFlashRunner::feed_kept(int sequence, int first, int count) {
     stage_feed(sequence, first, count, true);
     size_t i = 0;
     while (kFeedSizes[i] < count) ++i;
-    if (!feed_graphs_[i])
-        feed_graphs_[i] = backend_.record([this, capacity = kFeedSizes[i]] { queue_feed(capacity, true); });
     feed_graphs_[i]->launch();
 }
 
@@ -212,18 +222,27 @@ void DFlashRunner::queue_draft() {
                     out_.device<int32_t>(table_.token), out_.device<float>(table_.logp)});
 }
 
-void DFlashRunner::draft(int sequence, int start, int32_t root, Proposal& proposal) {
+void DFlashRunner::begin(int sequence, int start, int32_t root) {
     const DFlashConfig& c = model_.config;
+    if (begun_.sequence >= 0) wait_for_uploads();
     *block_in_.host<int32_t>(in_.sequence) = sequence;
     *block_in_.host<int32_t>(in_.start) = start;
     *block_in_.host<int32_t>(in_.token) = root;
     int32_t* const position = block_in_.host<int32_t>(in_.position);
     std::iota(position, position + c.block_rows, start);
     block_in_.upload();
-    if (!draft_graph_) draft_graph_ = backend_.record([this] { queue_draft(); });
+    uploading_ = true;
     draft_graph_->launch();
-    out_.download();
+    begun_ = {sequence, start, root};
+}
 
+void DFlashRunner::draft(int sequence, int start, int32_t root, Proposal& proposal) {
+    if (begun_ != Begun{sequence, start, root}) begin(sequence, start, root);
+    out_.download();  // and waits for all uploads
+    uploading_ = false;
+    begun_.sequence = -1;
+
+    const DFlashConfig& c = model_.config;
     const size_t entries = static_cast<size_t>(c.drafts()) * table_width_;
     proposal.depth = c.drafts();
     proposal.width = table_width_;

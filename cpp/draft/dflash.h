@@ -51,8 +51,15 @@ class DFlashRunner {
     // 1 of `taps`, or of the sequence's kept rows. Its pages must be there.
     void feed_taps(int sequence, int first, int count);
     void feed_kept(int sequence, int first, int count);
-    // Proposes after `root`, at position `start`; positions 0 .. start - 1 must have been fed.
+    // Proposes after `root`, at position `start`; positions 0 .. start - 1 must have been fed. What `begin`
+    // queued for the same three is read instead of drafted again.
     void draft(int sequence, int start, int32_t root, Proposal& proposal);
+    // Queues that draft and does not wait for it.
+    void begin(int sequence, int start, int32_t root);
+    // The positions of a sequence are no longer what they were when its draft began.
+    void forget(int sequence) {
+        if (begun_.sequence == sequence) begun_.sequence = -1;
+    }
 
     // Read-backs, for tests: features [count, hidden] of the last feed's first rows; logits [drafts, vocab]
     // of the last draft; entries [positions, 2, kv_heads, head_dim] of one layer.
@@ -64,6 +71,8 @@ class DFlashRunner {
     // Sizes of recorded feeds: rows in between ride as padding.
     static constexpr std::array<int, 12> kFeedSizes = {1, 2, 3, 4, 6, 8, 12, 17, 33, 65, 97, kKeptRows};
 
+    // Host memory that is being uploaded must not change before the device has read it.
+    void wait_for_uploads();
     void stage_feed(int sequence, int first, int count, bool from_kept);
     void queue_feed(int capacity, bool from_kept);
     void queue_draft();
@@ -91,6 +100,12 @@ class DFlashRunner {
     int table_width_;
     std::array<std::unique_ptr<Graph>, kFeedSizes.size()> feed_graphs_;
     std::unique_ptr<Graph> draft_graph_;
+    bool uploading_ = false;
+    struct Begun {
+        int sequence = -1, start = 0;
+        int32_t root = 0;
+        bool operator==(const Begun&) const = default;
+    } begun_;  // the draft whose table is, or will be, on the device
 };
 
 }  // namespace kdt

@@ -7,6 +7,7 @@
 namespace kdt {
 
 void DFlashSequence::rewind(int length) {
+    runner_->forget(sequence_);
     if (length >= end()) return;
     ready_ = std::min(ready_, length);
     waiting_ = length - ready_;
@@ -29,6 +30,11 @@ int DFlashSequence::make_room(int count) {
         fail(ErrorCode::internal, "%d taps cannot wait; %d at most", count, DFlashRunner::kKeptRows);
     if (waiting_ + count > DFlashRunner::kKeptRows) settle();
     return sequence_ * DFlashRunner::kKeptRows + waiting_;
+}
+
+void DFlashSequence::begin(int32_t root) {
+    settle();
+    runner_->begin(sequence_, ready_, root);
 }
 
 void DFlashSequence::propose(int32_t root, Proposal& proposal) {

@@ -12,7 +12,9 @@ namespace kdt {
 
 class DFlashSequence {
   public:
-    DFlashSequence(DFlashRunner& runner, int sequence) : runner_(&runner), sequence_(sequence) {}
+    DFlashSequence(DFlashRunner& runner, int sequence) : runner_(&runner), sequence_(sequence) {
+        runner_->forget(sequence_);
+    }
 
     int end() const { return ready_ + waiting_; }
     int ready() const { return ready_; }
@@ -27,8 +29,10 @@ class DFlashSequence {
     int make_room(int count);
     // `count` rows were put there.
     void kept(int count) { waiting_ += count; }
-    // Proposes after `root`, which stands at position end().
+    // Proposes after `root`, which stands at position end(). `begin` does all of it but waiting: a device then
+    // drafts while the host does something else.
     void propose(int32_t root, Proposal& proposal);
+    void begin(int32_t root);
 
     DFlashRunner& runner() const { return *runner_; }
 

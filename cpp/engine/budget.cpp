@@ -9,20 +9,28 @@ namespace kdt {
 
 namespace {
 
-constexpr double kDecay = 0.98;        // of running sums, per round
-constexpr double kScaleBlend = 0.05;   // weight of one observation in the whole cost table
-constexpr double kEntryBlend = 0.1;    // and in its own entry
-constexpr double kUnknownSlope = 0.5;  // of a plain round per node, where only that is known
-constexpr double kMaxCredit = 8.0;     // tokens: how much of a good past a source can lose
-constexpr double kWorstGain = -4.0;    // of one round: one bad measurement closes nothing
-constexpr int kGainMemory = 64;        // drafts in a mean gain
-constexpr int kLeastDrafts = 16;       // before a mean gain counts
-constexpr double kProbeWeight = 0.5;   // of a probe in the mean gain
-constexpr int kIdle = 4;               // drafts without a node worth verifying before trees start small again
-constexpr int kFirstTree = 2;          // nodes of a probe
-constexpr int kProbeReach = 16;        // nodes that a probe may add to a tree of another source
-constexpr double kProbeShare = 0.015;  // of the time, for probes of a source that does not pay
-constexpr int kLeastInterval = 8, kMostInterval = 1024;
+constexpr double kDecay = 0.95;          // of the sums behind the running rate, per round
+constexpr double kForget = 0.98;         // of calibration, per observation
+constexpr double kMostPurse = 3.0;       // tokens that a source may lose of what it has not earned
+constexpr double kEarnedShare = 0.1;     // and of what it has
+constexpr double kMostCredit = 8.0;      // at most
+constexpr double kTrust = 1.0;           // tokens of credit with which a source is asked whatever it promises
+constexpr double kLeastProbe = 0.1;      // tokens that a probe is taken to cost at least
+constexpr double kEarnedForget = 0.98;   // per draft
+constexpr double kPocketMoney = 0.008;   // of the time, for sources that do not pay
+constexpr double kGiftShare = 0.006;     // of the tokens that may follow, for a look at a new text
+constexpr double kMostGift = 1.0;        // tokens
+constexpr double kSecondsBlend = 0.1;    // weight of one draft in what drafts take
+constexpr double kValueBlend = 0.125;    // and in what they promise
+constexpr double kProbeBlend = 0.5;      // of a probe
+constexpr double kMostPrior = 0.5;       // tokens that a draft of a new text promises, whatever the last one's did
+constexpr int kFirstInterval = 2;        // rounds to the first probe of a source that was just closed; doubles
+constexpr int kProbe = 2;                // nodes that a probe verifies at least
+constexpr int kProbeReach = 16;          // nodes that it may add to a tree of another source
+constexpr double kNodesShare = 0.2;      // of what a draft costs: what its nodes may cost in any case
+constexpr int kLeastReach = 16;          // nodes that are always built
+constexpr double kPriorRounds = 8.0;     // weight of another text's rate
+constexpr double kPriorClaims = 8.0;     // of its calibration
 
 size_t source_index(int bit) {
     return bit == kFromTable ? 0 : 1;
@@ -40,11 +48,6 @@ std::array<bool, kMaxTreeRows> spine_of(const TreeView& tree) {
     return spine;
 }
 
-// Nodes of a probe: one where a row costs so much that two could hardly pay.
-int probe_nodes(double lambda, const CostTable& costs) {
-    return lambda * (costs.seconds(kFirstTree) - costs.seconds(0)) > 1.0 ? 1 : kFirstTree;
-}
-
 int class_of(const TreeView& tree, const std::array<bool, kMaxTreeRows>& spine, int node) {
     return (tree.source[node] - 1) * 2 + (spine[tree.parent[node]] ? 0 : 1);
 }
@@ -56,96 +59,77 @@ double claim(const TreeView& tree, int node) {
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------------------
-// costs
-
-size_t CostTable::index(int nodes) {
-    return std::lower_bound(kSizes.begin(), kSizes.end() - 1, nodes) - kSizes.begin();
-}
-
-void CostTable::measure(const std::function<double(int)>& verify, double limit) {
-    constexpr std::array<int, kSizes.size()> order = {0, 8, 2, 32, 16, 4, 1, 64, 3, 12, 6, 24, 48};
-    double spent = 0.0;
-    // The best of up to three: other work on the machine only ever adds time.
-    for (int pass = 0; pass < 3; ++pass)
-        for (const int nodes : order) {
-            const size_t i = index(nodes);
-            if ((pass > 0 && !known_[i]) || spent + seconds_[i] > limit) continue;
-            const double seconds = verify(nodes);
-            spent += seconds;
-            raw_[i] = known_[i] ? std::min(raw_[i], seconds) : seconds;
-            known_[i] = true;
-            fill();
-        }
-    measured_ = true;
-}
-
-void CostTable::observe(int nodes, double seconds) {
-    const size_t i = index(nodes);
-    if (kSizes[i] != nodes) return;
-    if (!known_[i]) {
-        raw_[i] = seconds;
-        known_[i] = true;
-    } else {
-        const double change = std::clamp(seconds / raw_[i], 0.5, 2.0) - 1.0;
-        for (double& s : raw_) s *= 1.0 + kScaleBlend * change;
-        raw_[i] *= 1.0 + kEntryBlend * change;
+Budget::Budget(int fixed, const DraftRecord& before, int tokens)
+    : fixed_(fixed), record_(before), gift_(std::min(kGiftShare * tokens, kMostGift)) {
+    if (record_.tokens > kPriorRounds) {
+        record_.time *= kPriorRounds / record_.tokens;
+        record_.tokens = kPriorRounds;
     }
-    fill();
-}
-
-void CostTable::fill() {
-    const auto line = [this](size_t a, size_t b, size_t i) {
-        return raw_[a] + (raw_[b] - raw_[a]) * (kSizes[i] - kSizes[a]) / (kSizes[b] - kSizes[a]);
-    };
-    size_t last = kSizes.size(), before = kSizes.size();  // the known entries to the left, none at first
-    for (size_t i = 0; i < kSizes.size(); ++i) {
-        if (known_[i]) {
-            before = last;
-            last = i;
-            seconds_[i] = raw_[i];
-            continue;
-        }
-        const size_t next =
-            std::find(known_.begin() + i, known_.end(), true) - known_.begin();  // to the right
-        if (last == kSizes.size())
-            seconds_[i] = next < kSizes.size() ? raw_[next] : 0.0;
-        else if (next < kSizes.size())
-            seconds_[i] = line(last, next, i);
-        else if (before < kSizes.size())
-            seconds_[i] = line(before, last, i);
-        else
-            seconds_[i] = raw_[last] * (1.0 + kUnknownSlope * (kSizes[i] - kSizes[last]));
+    for (DraftRecord::Source& s : record_.sources) {
+        s.value = std::min(s.value, kMostPrior);
     }
-    for (size_t i = 1; i < seconds_.size(); ++i) seconds_[i] = std::max(seconds_[i], seconds_[i - 1]);
+    for (DraftRecord::Calibration& c : record_.calibration) {
+        const double scale = c.claims > kPriorClaims ? kPriorClaims / c.claims : 1.0;
+        c.hits *= scale;
+        c.claims *= scale;
+    }
 }
-
-// ------------------------------------------------------------------------------------------------------------
-// the choice
 
 double Budget::rate(const CostTable& costs) const {
     const double plain = costs.seconds(0) > 0.0 ? 1.0 / costs.seconds(0) : 0.0;
-    return time_ > 0.0 ? std::max(tokens_ / time_, plain) : plain;
+    return record_.time > 0.0 ? std::max(record_.tokens / record_.time, plain) : plain;
+}
+
+bool Budget::draft_timed(int bit) const {
+    return record_.sources[source_index(bit)].timed;
+}
+
+void Budget::expect_draft(int bit, double seconds) {
+    DraftRecord::Source& s = record_.sources[source_index(bit)];
+    if (s.timed) return;
+    s.seconds = seconds;
+    s.timed = true;
+}
+
+// What a draft costs that brings nothing, in tokens of plain decoding.
+double Budget::price(const DraftRecord::Source& s, const CostTable& costs) const {
+    return (s.seconds + costs.seconds(kProbe)) / costs.seconds(0) - 1.0;
+}
+
+// Tokens that it may be in debt.
+double Budget::credit(const DraftRecord::Source& s) const {
+    return std::min(kEarnedShare * s.earned, kMostCredit);
+}
+
+// Whether it is asked every round: its drafts promise more than they cost, or have earned the benefit of the
+// doubt; and it has not lost too much.
+bool Budget::open(const DraftRecord::Source& s) const {
+    return s.known && (s.value > 0.0 || credit(s) >= kTrust) && s.purse > -credit(s);
 }
 
 int Budget::sources(int available, const CostTable& costs) {
+    asked_ = 0;
     if (!automatic()) return fixed_ == 0 ? 0 : available;
     if (!costs.plain_known()) return 0;
-    int asked = 0;
     for (const int bit : {kFromTable, kFromPath}) {
         if (!(available & bit)) continue;
-        Source& s = sources_[source_index(bit)];
-        s.probing = false;
-        if (!s.open) {
-            if (s.wait > 0) {
-                --s.wait;
-                continue;
-            }
-            s.probing = true;
+        DraftRecord::Source& s = record_.sources[source_index(bit)];
+        Probing& probing = probing_[source_index(bit)];
+        if (first_) {  // what it won with another text is cut, what was saved up for a dear draft is not
+            s.purse = std::min(s.purse, std::max(kMostPurse, price(s, costs)));
+            s.purse = std::max(s.purse, std::min(price(s, costs), s.purse + gift_));
         }
-        asked |= bit;
+        if (open(s)) {
+            asked_ |= bit;
+        } else if (probing.wait > 0) {
+            --probing.wait;
+        } else if (s.purse >= (s.known ? std::min(std::max(-s.value, kLeastProbe), price(s, costs))
+                                       : price(s, costs))) {
+            asked_ |= bit;
+        }
     }
-    return asked;
+    first_ = false;
+    return asked_;
 }
 
 std::array<double, kMaxTreeRows> Budget::probabilities(const TreeView& tree) const {
@@ -154,40 +138,68 @@ std::array<double, kMaxTreeRows> Budget::probabilities(const TreeView& tree) con
     p[0] = 1.0;
     for (int i = 1; i <= tree.count(); ++i)
         p[i] = p[tree.parent[i]] *
-               std::min(1.0, claim(tree, i) * calibration_[class_of(tree, spine, i)].ratio());
+               std::min(1.0, claim(tree, i) * record_.calibration[class_of(tree, spine, i)].ratio());
     return p;
 }
 
 int Budget::choose(const TreeView& tree, const CostTable& costs) {
-    const int count = std::min(tree.count(), max_nodes());
-    if (!automatic()) return count;
-    if (count <= 0) return 0;
-    const double lambda = rate(costs);
+    if (!automatic()) return std::min(tree.count(), fixed_);
+    const int count = tree.count();
+    promised_ = {};
+    if (!asked_) return 0;
+    const double lambda = rate(costs), plain = costs.seconds(0);
     const auto p = probabilities(tree);
-    int best = 0, summed = 0;
-    double expected = 1.0, most = 1.0 - lambda * costs.seconds(0);
-    for (size_t i = 1; i < CostTable::kSizes.size() && summed < std::min(count, cap_); ++i) {
-        const int n = std::min({CostTable::kSizes[i], count, cap_});
+    // What the purses hold behind the drafts themselves: nodes may cost that, too. What costs little beside a
+    // draft that is paid anyway is always allowed.
+    double purse = 0.0, drafts = 0.0;
+    for (const int bit : {kFromTable, kFromPath}) {
+        const DraftRecord::Source& s = record_.sources[source_index(bit)];
+        if (!(asked_ & bit)) continue;
+        drafts += s.seconds / plain;
+        purse += s.purse + credit(s) - s.seconds / plain;
+    }
+    purse = std::max(purse, kNodesShare * drafts);
+    int best = 0, affordable = 0, summed = 0;
+    double expected = 1.0, most = 1.0 - lambda * plain;
+    for (size_t i = 1; i < CostTable::kSizes.size() && summed < count; ++i) {
+        const int n = std::min(CostTable::kSizes[i], count);
         for (; summed < n; ++summed) expected += p[summed + 1];
         const double value = expected - lambda * costs.seconds(n);
-        if (value > most) {
-            most = value;
-            best = n;
-        }
+        if (value <= most) continue;
+        most = value;
+        best = n;
+        if (n <= kProbe || costs.seconds(n) / plain - 1.0 <= purse) affordable = n;
     }
-    // A probe verifies a few nodes of its source whatever they promise: it is there to find out.
-    const int wanted = probe_nodes(lambda, costs);
+    int nodes = affordable;
+    // Of each source: what its drafts promise. One that is not open shows a few nodes whatever they promise,
+    // which is how one finds out; one only, where a row costs so much that two could hardly pay.
+    const int wanted = lambda * (costs.seconds(kProbe) - plain) > 1.0 ? 1 : kProbe;
     for (const int bit : {kFromTable, kFromPath}) {
-        if (!sources_[source_index(bit)].probing) continue;
-        int own = 0, last = 0;
-        for (int i = 1; i <= std::min(count, kProbeReach) && own < wanted; ++i)
+        if (!(asked_ & bit)) continue;
+        const DraftRecord::Source& s = record_.sources[source_index(bit)];
+        int others = 0;
+        double own = 0.0;
+        for (int i = 1; i <= best; ++i)
+            if (tree.source[i] == bit)
+                own += p[i];
+            else
+                ++others;
+        promised_[source_index(bit)] =
+            own - lambda * (s.seconds + costs.seconds(best) - costs.seconds(others));
+        if (open(s) || !s.known) continue;
+        int shown = 0, last = 0;
+        for (int i = 1; i <= std::min(count, kProbeReach) && shown < wanted; ++i)
             if (tree.source[i] == bit) {
-                ++own;
+                ++shown;
                 last = i;
             }
-        best = std::max(best, last);
+        nodes = std::max(nodes, last);
     }
-    return best;
+    if (2 * best >= reach_)
+        reach_ = std::min(2 * reach_, kMaxNodes);
+    else if (8 * best < reach_)
+        reach_ = std::max(reach_ / 2, kLeastReach);
+    return nodes;
 }
 
 // ------------------------------------------------------------------------------------------------------------
@@ -196,91 +208,69 @@ int Budget::choose(const TreeView& tree, const CostTable& costs) {
 void Budget::calibrate(const RoundOutcome& round) {
     const TreeView& tree = round.tree;
     const auto spine = spine_of(tree);
-    std::array<bool, kClasses> seen{};
+    std::array<bool, DraftRecord::kClasses> seen{};
     for (size_t j = 0; j < round.path.size(); ++j)
         for (int i = round.path[j] + 1; i <= round.nodes; ++i) {
             if (tree.parent[i] != round.path[j]) continue;
             const int c = class_of(tree, spine, i);
             if (!seen[c]) {
-                calibration_[c].hits *= kDecay;
-                calibration_[c].claims *= kDecay;
+                record_.calibration[c].hits *= kForget;
+                record_.calibration[c].claims *= kForget;
                 seen[c] = true;
             }
-            calibration_[c].claims += claim(tree, i);
-            calibration_[c].hits += tree.token[i] == round.emitted[j];
+            record_.calibration[c].claims += claim(tree, i);
+            record_.calibration[c].hits += tree.token[i] == round.emitted[j];
         }
-}
-
-// At which asking costs kProbeShare of the time.
-int Budget::longest_interval(const Source& s, const CostTable& costs) const {
-    const double lambda = rate(costs);
-    const double verify = costs.seconds(probe_nodes(lambda, costs)) - costs.seconds(0);
-    const double loss = lambda * (s.seconds + verify);
-    return static_cast<int>(std::clamp(loss / kProbeShare, double{kLeastInterval}, double{kMostInterval}));
-}
-
-void Budget::settle(int bit, double gain, const CostTable& costs) {
-    Source& s = sources_[source_index(bit)];
-    gain = std::clamp(gain, kWorstGain, kMaxCredit);
-    if (s.open) {
-        s.drafts = std::min(s.drafts + 1, kGainMemory);
-        s.gain += (gain - s.gain) / s.drafts;
-        s.won += gain;
-        s.credit = std::min(s.credit + gain, kMaxCredit);
-        if (s.credit >= 0.0 && (s.gain >= 0.0 || s.drafts < kLeastDrafts)) return;
-        s.open = false;
-        // Opened in vain: the interval goes on growing. After good times it starts anew.
-        s.interval = s.won > 0.0 ? 2 : std::min(2 * s.interval, longest_interval(s, costs));
-        s.wait = s.interval;
-        return;
-    }
-    s.gain += kProbeWeight * (gain - s.gain);
-    if (s.gain > 0.0) {
-        s.open = true;
-        s.won = 0.0;
-        s.credit = 1.0 + s.gain;
-        s.drafts = kLeastDrafts / 2;
-        calibration_[(bit - 1) * 2] = calibration_[(bit - 1) * 2 + 1] = {};  // of another time
-        cap_ = kFirstTree;
-        return;
-    }
-    if (gain > 0.0) {  // better than it was: look again soon
-        s.wait = 2;
-        return;
-    }
-    s.interval = std::min(2 * s.interval, longest_interval(s, costs));
-    s.wait = s.interval;
 }
 
 void Budget::observe(const RoundOutcome& round, const CostTable& costs) {
     if (!automatic()) return;
-    tokens_ = kDecay * tokens_ + static_cast<double>(round.emitted.size());
-    time_ = kDecay * time_ + round.seconds + round.draft[0] + round.draft[1];
+    const double took = round.seconds + round.draft[0] + round.draft[1], plain = costs.seconds(0);
+    record_.tokens = kDecay * record_.tokens + static_cast<double>(round.emitted.size());
+    record_.time = kDecay * record_.time + took;
+    if (plain > 0.0)
+        for (DraftRecord::Source& s : record_.sources)
+            s.purse = std::max(s.purse, std::min(s.purse + kPocketMoney * took / plain, price(s, costs)));
     if (round.asked == 0) return;
     calibrate(round);
 
-    const double lambda = rate(costs);
-    double total = 0.0;
     for (const int bit : {kFromTable, kFromPath}) {
         if (!(round.asked & bit)) continue;
-        Source& s = sources_[source_index(bit)];
-        const double took = round.draft[source_index(bit)];
-        s.seconds = s.timed ? s.seconds + 0.1 * (took - s.seconds) : took;
+        DraftRecord::Source& s = record_.sources[source_index(bit)];
+        Probing& probing = probing_[source_index(bit)];
+        const double draft = round.draft[source_index(bit)], promised = promised_[source_index(bit)];
+        s.seconds = s.timed ? s.seconds + kSecondsBlend * (draft - s.seconds) : draft;
         s.timed = true;
         // Its own part: accepted nodes that no other source proposed, and what the round would have cost
         // without such nodes.
         int others = 0, won = 0;
         for (int i = 1; i <= round.nodes; ++i) others += round.tree.source[i] != bit;
         for (size_t j = 1; j < round.path.size(); ++j) won += round.tree.source[round.path[j]] == bit;
-        const double gain = won - lambda * (took + costs.seconds(round.nodes) - costs.seconds(others));
-        total += gain;
-        settle(bit, gain, costs);
+        const double gain =
+            won - (s.seconds + costs.seconds(round.nodes) - costs.seconds(others)) / plain;
+        const bool was_open = open(s);
+        s.earned = std::max(0.0, kEarnedForget * s.earned + gain);
+        s.purse = std::min(s.purse + gain, std::max(kMostPurse, s.purse));
+        double worth = promised;
+        if (s.known && !was_open && gain > 0.0) {
+            // It won what it was not believed to win: what was learned was about another text.
+            worth = std::max(promised, gain);
+            record_.calibration[(bit - 1) * 2] = record_.calibration[(bit - 1) * 2 + 1] = {};
+        }
+        s.value += (s.known ? was_open ? kValueBlend : kProbeBlend : 1.0) * (worth - s.value);
+        s.known = true;
+        if (open(s)) continue;
+        if (s.purse <= 0.0) {  // what it had earned pays its debts
+            s.purse = std::min(0.0, s.purse + credit(s));
+            s.earned = 0.0;
+            s.value = std::min(s.value, 0.0);  // it promised more than it kept
+        }
+        // As far apart as pocket money allows anyway, but no further.
+        const int longest = static_cast<int>(std::clamp(price(s, costs) / kPocketMoney, 2.0, 1024.0));
+        probing.interval = was_open || probing.interval == 0 ? kFirstInterval
+                                                             : std::min(2 * probing.interval, longest);
+        probing.wait = probing.interval;
     }
-    idle_ = round.nodes == 0 ? idle_ + 1 : 0;
-    if (idle_ >= kIdle)
-        cap_ = kFirstTree;
-    else if (round.nodes >= cap_ && total > 0.0)
-        cap_ = std::min(2 * cap_, kMaxNodes);
 }
 
 }  // namespace kdt

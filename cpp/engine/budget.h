@@ -5,44 +5,24 @@
 // seconds. The long-run rate is largest when a round grows while p_n > lambda * dC(n), lambda being the
 // running rate in tokens per second (renewal-reward; the ratio rule of CaDDTree, arXiv 2606.01813, is its
 // one-round form). Only sizes that are captured are candidates, and 0 nodes is one of them: on a sparse
-// mixture of experts a wide verify can cost more than it brings. Whether to draft at all is decided before,
-// for each source (draft table, paths) on its own, from what its drafts have brought.
+// mixture of experts a wide verify can cost more than it brings.
+//
+// Whether to draft at all is decided before, for each source (draft table, paths) on its own. A draft says
+// itself what it is worth: the gain to be expected of it, in tokens, from its probabilities as calibrated by
+// what was accepted, less what it and its nodes cost. A source is asked while the running mean of that is
+// positive; then it is probed now and again. Beside that mean stands a purse of tokens, so that none of it
+// needs to be believed: a draft pays in what it really won and pays out what it cost, measured against plain
+// decoding, and a small share of the time is pocket money. What drafts that bring nothing can cost is bounded
+// by what is in the purse, whatever a draft costs and says.
 #pragma once
 
 #include <array>
-#include <functional>
 #include <span>
 
 #include "core/limits.h"
+#include "engine/cost_table.h"
 
 namespace kdt {
-
-// Seconds of a verify by number of nodes.
-class CostTable {
-  public:
-    static constexpr std::array<int, 13> kSizes = {0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
-    static constexpr double kLimitSeconds = 0.5;
-
-    // Times `verify(nodes)` for as many sizes as fit into `limit` seconds, the most telling first; what is
-    // left is interpolated, and known better as rounds are observed.
-    void measure(const std::function<double(int)>& verify, double limit = kLimitSeconds);
-    bool measured() const { return measured_; }
-    // Whether the cost of a plain round is known: nothing is measured before, since it says how much fits.
-    bool plain_known() const { return known_[0]; }
-    // A verify over `nodes` nodes took this long: moves the whole table a little (context grew, clocks
-    // changed), and this entry a little more.
-    void observe(int nodes, double seconds);
-    // Of the smallest captured size that holds `nodes`.
-    double seconds(int nodes) const { return seconds_[index(nodes)]; }
-
-  private:
-    static size_t index(int nodes);
-    void fill();  // interpolates what is not known; more nodes never cost less
-
-    std::array<double, kSizes.size()> seconds_{}, raw_{};
-    std::array<bool, kSizes.size()> known_{};
-    bool measured_ = false;
-};
 
 // The tree of a round, in pop order, node 0 the root.
 struct TreeView {
@@ -61,39 +41,17 @@ struct RoundOutcome {
     double seconds = 0.0;              // of everything else: build, verify, accept, commit
 };
 
-class Budget {
-  public:
-    // `fixed` >= 0: that many nodes always. -1: chosen by cost.
-    explicit Budget(int fixed) : fixed_(fixed) {}
-
-    bool automatic() const { return fixed_ < 0; }
-    int fixed() const { return fixed_; }
-    int max_nodes() const { return automatic() ? kMaxNodes : fixed_; }
-
-    // Which of the `available` sources to ask this round. A source whose drafts do not pay is asked again
-    // after 2, 4, 8, … rounds, up to the interval at which asking costs kProbeShare of the time.
-    int sources(int available, const CostTable& costs);
-    // Number of nodes to verify.
-    int choose(const TreeView& tree, const CostTable& costs);
-    void observe(const RoundOutcome& round, const CostTable& costs);
-
-    // For reports: running tokens per second, and the calibrated probability of each node.
-    double rate(const CostTable& costs) const;
-    std::array<double, kMaxTreeRows> probabilities(const TreeView& tree) const;
-
-  private:
-    // Drafts of one kind. A draft's gain is what it won less what it cost, in tokens. A source is no longer
-    // asked, but for probes, when its mean gain is negative, or (sooner) when its credit is used up, which is
-    // the sum of its gains within limits.
+// What drafts of one kind of drafter have brought and cost. It outlives the session that learned it: an
+// engine keeps it, and the next session starts from it.
+struct DraftRecord {
+    static constexpr double kFirstPurse = 2.0;
     struct Source {
-        bool open = true, probing = false;
-        double credit = 2.0;
-        double gain = 0.0;  // running mean over `drafts`, the last kGainMemory of them at most
-        int drafts = 0;
-        double seconds = 0.0;  // of a draft, running mean
+        double purse = kFirstPurse;  // tokens of plain decoding
+        double earned = 0.0;         // decaying sum of gains: how much credit it deserves
+        double value = 0.0;          // running mean of what drafts promised, in tokens
+        bool known = false;          // whether a draft has said so
+        double seconds = 0.0;        // of a draft, running mean
         bool timed = false;
-        double won = 0.0;  // since it was opened
-        int interval = 1, wait = 0;
     };
     // How often steps of one kind are right, against how often they say so: decaying sums over the nodes
     // that a walk came to.
@@ -103,16 +61,55 @@ class Budget {
     };
     static constexpr int kClasses = 6;  // table, path, both; each on the spine and off it
 
-    int longest_interval(const Source& source, const CostTable& costs) const;
-    void settle(int bit, double gain, const CostTable& costs);
+    double tokens = 0.0, time = 0.0;  // decaying sums: their ratio is lambda
+    std::array<Source, 2> sources;      // table, paths
+    std::array<Calibration, kClasses> calibration;
+};
+
+class Budget {
+  public:
+    // `fixed` >= 0: that many nodes always. -1: chosen by cost, starting from what was learned before: of
+    // other texts, so it weighs little, and a purse is cut to what one text may lose. `tokens`: at most so
+    // many follow, which says how much looking at the new text is worth.
+    explicit Budget(int fixed, const DraftRecord& before = {}, int tokens = 0);
+
+    bool automatic() const { return fixed_ < 0; }
+    int fixed() const { return fixed_; }
+    // Nodes worth building: a tree that was verified to its end is built larger next time.
+    int max_nodes() const { return automatic() ? reach_ : fixed_; }
+    const DraftRecord& record() const { return record_; }
+
+    // Which of the `available` sources to ask this round.
+    int sources(int available, const CostTable& costs);
+    // Number of nodes to verify.
+    int choose(const TreeView& tree, const CostTable& costs);
+    void observe(const RoundOutcome& round, const CostTable& costs);
+    // Drafts of a source take about this long: known before the first one is paid for.
+    void expect_draft(int bit, double seconds);
+    bool draft_timed(int bit) const;
+
+    // For reports: running tokens per second, and the calibrated probability of each node.
+    double rate(const CostTable& costs) const;
+    std::array<double, kMaxTreeRows> probabilities(const TreeView& tree) const;
+
+  private:
+    double credit(const DraftRecord::Source& source) const;
+    bool open(const DraftRecord::Source& source) const;
+    double price(const DraftRecord::Source& source, const CostTable& costs) const;
     void calibrate(const RoundOutcome& round);
 
+    struct Probing {
+        int interval = 0, wait = 0;  // rounds
+    };
+
     int fixed_;
-    double tokens_ = 0.0, time_ = 0.0;  // decaying sums: their ratio is lambda
-    int cap_ = 2;                       // nodes at most: doubles while trees of this size pay
-    int idle_ = 0;                      // drafts in a row of which no node was verified
-    std::array<Source, 2> sources_;     // table, paths
-    std::array<Calibration, kClasses> calibration_;
+    DraftRecord record_;
+    double gift_ = 0.0;                 // tokens: what looking at a new text may cost
+    bool first_ = true;                 // nobody was asked yet
+    std::array<Probing, 2> probing_;    // of sources that are not open
+    std::array<double, 2> promised_{};  // by the drafts of this round, in tokens
+    int asked_ = 0;                     // this round
+    int reach_ = kMaxNodes;
 };
 
 }  // namespace kdt

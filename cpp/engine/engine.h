@@ -34,9 +34,12 @@ class Engine {
     Backend& backend() const { return *backend_; }
     // The draft model that was loaded beside the target; null where there is none.
     const DFlashModel* draft_model() const { return draft_model_.get(); }
-    // What a verify costs on this device: measured once, refined while running. The one thing here that
-    // changes; it decides how many nodes are verified and never reaches the output.
+    // What a verify costs on this device: measured once, refined while running. With the records of drafts
+    // the one thing here that changes; it decides how many nodes are verified and never reaches the output.
     CostTable& costs() const { return costs_; }
+    // What drafts of the drafter called so have brought: sessions start from it and leave here what they
+    // learn. Like the costs, it never reaches the output.
+    DraftRecord& draft_record(const std::string& drafter) const { return draft_records_[drafter]; }
 
   private:
     friend class EngineBuilder;
@@ -48,6 +51,7 @@ class Engine {
     ModelWeights weights_;
     std::unique_ptr<DFlashModel> draft_model_;
     mutable CostTable costs_;
+    mutable std::map<std::string, DraftRecord> draft_records_;
 };
 
 // Streams a checkpoint into an engine, one tensor at a time.

@@ -118,10 +118,6 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
               prefix_.as<int32_t>(), ancestor_count_.as<int32_t>(), ancestors_.as<int32_t>()};
 
     selected_ = ints(max_rows_);
-    every_row_ = ints(kMaxTreeRows);
-    std::vector<int32_t> every_row(kMaxTreeRows);
-    std::iota(every_row.begin(), every_row.end(), 0);
-    put<int32_t>(backend_, every_row_, std::span<const int32_t>(every_row));
 
     in_.start = round_in_.add<int32_t>(1);
     in_.nodes = round_in_.add<int32_t>(1);
@@ -171,6 +167,10 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
 
 // ------------------------------------------------------------------------------------------------------------
 // sequences
+
+bool Executor::vacant() const {
+    return std::find(sequence_open_.begin(), sequence_open_.end(), false) != sequence_open_.end();
+}
 
 int Executor::open_sequence() {
     for (int s = 0; s < sessions_; ++s) {
@@ -236,9 +236,9 @@ ForwardArgs Executor::forward_args(int capacity) {
 }
 
 // Taps of all rows, to the draft runner.
-void Executor::want_taps(ForwardArgs& args, const int32_t* index) const {
+void Executor::want_taps(ForwardArgs& args) const {
     args.tap_layers = &draft_runner_->config().target_layers;
-    args.want_taps = {args.rows, index};
+    args.want_taps = {args.rows, nullptr};
     args.taps = draft_runner_->taps();
 }
 
@@ -284,12 +284,7 @@ bool Executor::run_prompt(int sequence, std::span<const int32_t> tokens, int fir
     put<int32_t>(backend_, logit_live_, static_cast<int32_t>(logit_rows));
     ForwardArgs args = forward_args(n);
     args.want_logits = {{logit_rows, logit_live_.as<int32_t>()}, logit_index_.as<int32_t>()};
-    if (taps) {
-        std::vector<int32_t> every(n);
-        std::iota(every.begin(), every.end(), 0);
-        put<int32_t>(backend_, tap_index_, std::span<const int32_t>(every));
-        want_taps(args, tap_index_.as<int32_t>());
-    }
+    if (taps) want_taps(args);
     cancel_ = cancel;
     return run(args);
 }
@@ -422,27 +417,38 @@ bool Executor::verify(const VerifyRequest& request) {
     round_in_.set(in_.depth, host_tree_.depth);
     round_in_.set(in_.source, host_tree_.source);
     round_in_.set(in_.weight, host_tree_.weight);
+    return launch_round(request.nodes, request.kept_row >= 0, request.cancel);
+}
+
+bool Executor::launch_round(int nodes, bool taps, const std::atomic<bool>* cancel) {
     Stopwatch watch;
     stage_seconds_ = {};
+    // What is recorded runs to its end: a device looks here, a backend that computes at once in every layer.
+    if (cancel != nullptr && cancel->load(std::memory_order_relaxed)) return false;
     round_in_.upload();
 
-    cancel_ = request.cancel;
+    cancel_ = cancel;
     was_cancelled_ = false;
-    round_graph(request.nodes + 1, request.kept_row >= 0).launch();
+    Graph* const graph = round_graph(nodes + 1, taps);
+    if (graph == nullptr) return false;
+    graph->launch();
     stage_seconds_.verify += watch.lap() - stage_seconds_.accept - stage_seconds_.commit;
     return !was_cancelled_;
 }
 
 // One recording per size of the cost table: rows in between ride as padding, which changes no bit and loads
 // no weights.
-Graph& Executor::round_graph(int rows, bool taps) {
+Graph* Executor::round_graph(int rows, bool taps) {
     size_t i = 0;
     while (CostTable::kSizes[i] + 1 < rows) ++i;
     std::unique_ptr<Graph>& graph = round_graphs_[taps][i];
-    if (!graph)
+    recorded_ = !graph && backend_.queues();
+    if (!graph) {
         graph = backend_.record(
             [this, capacity = CostTable::kSizes[i] + 1, taps] { queue_round(capacity, taps); });
-    return *graph;
+        if (was_cancelled_) graph.reset();  // in the middle of the recording
+    }
+    return graph.get();
 }
 
 void Executor::queue_round(int capacity, bool taps) {
@@ -452,8 +458,8 @@ void Executor::queue_round(int capacity, bool taps) {
         {tree_, round_in_.device<int32_t>(in_.nodes), sequence, start, batch_, live_.as<int32_t>()});
 
     ForwardArgs args = forward_args(capacity);
-    args.want_logits = {args.rows, every_row_.as<int32_t>()};
-    if (taps) want_taps(args, every_row_.as<int32_t>());
+    args.want_logits = {args.rows, nullptr};
+    if (taps) want_taps(args);
     if (!run(args)) {
         was_cancelled_ = true;
         return;
@@ -495,6 +501,7 @@ Executor::Walk Executor::walk() {
     const int32_t* emitted = round_out_.host<int32_t>(out_.emitted);
     Walk walk;
     walk.seconds = stage_seconds_;
+    walk.recorded = recorded_;
     walk.failed = *round_out_.host<int32_t>(out_.failed) != 0;
     walk.path.assign(path, path + length);
     walk.emitted.assign(emitted, emitted + length);
@@ -518,8 +525,7 @@ int32_t Executor::select_last(const SampleParams& sample, int rows) {
     return get(backend_, selected_.as<int32_t>(), 1)[0];
 }
 
-void Executor::measure_costs(int sequence, int start, std::span<const int32_t> text) {
-    cancel_ = nullptr;
+void Executor::measure_costs(int sequence, int start, std::span<const int32_t> text, bool taps) {
     // Distinct tokens, the text's own as far as they go: rows that are equal would share all of their
     // experts.
     const int vocab = engine_->config().vocab_size;
@@ -530,24 +536,36 @@ void Executor::measure_costs(int sequence, int start, std::span<const int32_t> t
         if (distinct.size() == static_cast<size_t>(kMaxTreeRows)) break;
         if (std::find(distinct.begin(), distinct.end(), token) == distinct.end()) distinct.push_back(token);
     }
-    const auto seconds = [&](int nodes) {
-        std::vector<RowSpec> rows(nodes + 1);
-        for (int i = 0; i <= nodes; ++i) {
-            rows[i].token = distinct[i % distinct.size()];
-            rows[i].position = start + (i > 0);
-            rows[i].prefix = start;
-            rows[i].ancestors = i == 0 ? std::vector<int32_t>{0} : std::vector<int32_t>{0, i};
-        }
-        upload_rows(sequence, rows);
-        ForwardArgs args = forward_args(nodes + 1);
-        args.want_logits = {args.rows, every_row_.as<int32_t>()};
-        backend_.synchronize();
+    while (distinct.size() < static_cast<size_t>(kMaxTreeRows)) distinct.push_back(distinct.front());
+
+    host_tree_ = Tree{};
+    host_tree_.count = kMaxNodes;
+    host_tree_.token = distinct;
+    host_tree_.parent.assign(kMaxTreeRows, 0);
+    host_tree_.depth.assign(kMaxTreeRows, 1);
+    host_tree_.source.assign(kMaxTreeRows, kFromTable);
+    host_tree_.weight.assign(kMaxTreeRows, -1.0);
+    host_tree_.parent[0] = -1;
+    host_tree_.depth[0] = host_tree_.source[0] = 0;
+    host_tree_.weight[0] = 0.0;
+    VerifyRequest request;
+    request.sequence = sequence;
+    request.start = start;
+    request.limit = 0;
+    if (taps) request.kept_row = sequence * DFlashRunner::kKeptRows;
+    const auto once = [&](int nodes) {
         Stopwatch watch;
-        run(args);
-        backend_.synchronize();
+        request.nodes = nodes;
+        verify(request);
+        walk();
         return watch.lap();
     };
-    engine_->costs().measure(seconds);
+    // A first run records the graph, and a device's first launch of it loads it.
+    engine_->costs().measure(once, CostTable::kLimitSeconds, [&](int nodes) {
+        size_t i = 0;
+        while (CostTable::kSizes[i] < nodes) ++i;
+        return !backend_.queues() || round_graphs_[taps][i] ? 0.0 : once(nodes);
+    });
 }
 
 // ------------------------------------------------------------------------------------------------------------

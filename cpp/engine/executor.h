@@ -43,6 +43,7 @@ class Executor {
     // Runs the engine's draft model; null where it has none.
     DFlashRunner* draft_runner() const { return draft_runner_.get(); }
 
+    bool vacant() const;  // whether another sequence can be opened
     // Sequences and their pages. Pages are taken as positions are needed and given back on shrink and close.
     int open_sequence();
     void close_sequence(int sequence);
@@ -78,6 +79,7 @@ class Executor {
         std::vector<int32_t> path;     // rows committed, root first
         std::vector<int32_t> emitted;  // the token after each of them
         bool failed = false;           // no token could be chosen after the next row
+        bool recorded = false;         // the round's ops were recorded first: its seconds say little
         bool branched = false;         // the path took a child that is not its parent's heaviest
         // Of the stages. Where ops are queued, waiting for all of them counts as verify.
         struct Seconds {
@@ -89,9 +91,10 @@ class Executor {
     // of `rows` rows.
     int32_t select_last(const SampleParams& sample, int rows);
 
-    // Fills the engine's cost table from forwards over distinct rows of a sequence's own text: siblings below
-    // a root at position `start`, which see what is committed and write to scratch alone.
-    void measure_costs(int sequence, int start, std::span<const int32_t> text);
+    // Fills the engine's cost table from rounds of the kind that follows, over distinct rows of a sequence's
+    // own text: siblings below a root at position `start`, which see what is committed. Nothing may be
+    // emitted, so nothing is committed: they write to scratch alone.
+    void measure_costs(int sequence, int start, std::span<const int32_t> text, bool taps);
 
     std::vector<float> logits(int row) const;                                // [vocab] of the last forward
     std::vector<float> cache(int sequence, int layer, int positions) const;  // [positions, latent + rope]
@@ -101,11 +104,12 @@ class Executor {
   private:
     void load_page_table(int sequence);
     ForwardArgs forward_args(int capacity);
-    void want_taps(ForwardArgs& args, const int32_t* index) const;
+    void want_taps(ForwardArgs& args) const;
     bool run(const ForwardArgs& args);
     // The ops of a round from tree rows to commit, for at most `capacity` rows; recorded once per capacity.
     void queue_round(int capacity, bool taps);
-    Graph& round_graph(int rows, bool taps);
+    Graph* round_graph(int rows, bool taps);  // null when cancelled while recording
+    bool launch_round(int nodes, bool taps, const std::atomic<bool>* cancel);
     void upload_rows(int sequence, std::span<const RowSpec> rows);
     void check_forwardable(std::span<const RowSpec> rows) const;
 
@@ -127,7 +131,6 @@ class Executor {
         logit_live_;
     Buffer tap_index_, tap_live_;
     Buffer selected_;
-    Buffer every_row_;  // 0, 1, 2, …: the subset of all rows
     // What a round is told and what it tells: one upload, one read-back.
     Staging round_in_, round_out_;
     struct InputOffsets {
@@ -143,7 +146,7 @@ class Executor {
     std::unique_ptr<DFlashRunner> draft_runner_;
     std::array<std::unique_ptr<Graph>, CostTable::kSizes.size()> round_graphs_[2];  // without and with taps
     const std::atomic<bool>* cancel_ = nullptr;                                     // of the running request
-    bool was_cancelled_ = false;
+    bool was_cancelled_ = false, recorded_ = false;
     Walk::Seconds stage_seconds_;
     Tree host_tree_;
 };

@@ -117,9 +117,12 @@ void Session::begin(const GenerateParams& params) {
     if (feeds) committed_ = draft_model_->end();
     const std::string budget_of = params.drafter ? params.drafter->name() : "";
     const int fixed = params.drafter ? params.budget : 0;
-    if (budget_.fixed() != fixed || budget_of != budget_of_) budget_ = Budget(fixed);
+    if (budget_.fixed() != fixed || budget_of != budget_of_)
+        budget_ = Budget(fixed, executor_->engine().draft_record(budget_of), params.max_tokens);
     budget_of_ = budget_of;
     trace_.reset();
+    next_asked_ = -1;
+    begin_seconds_ = 0.0;
     emitted_ = 0;
     prompt_first_ = committed_;
     prompt_total_ = static_cast<int>(tokens_.size()) - committed_;
@@ -181,6 +184,18 @@ std::array<double, 2> Session::draft(int asked, int max_depth, Proposal& proposa
     return seconds;
 }
 
+// Before the first draft is paid for: what one of each source takes, the second time.
+void Session::time_drafts(int available, int max_depth) {
+    for (const int bit : {kFromTable, kFromPath}) {
+        if (!(available & bit) || budget_.draft_timed(bit)) continue;
+        for (int time = 0; time < 2; ++time) {
+            Proposal proposal;
+            const std::array<double, 2> seconds = draft(bit, max_depth, proposal);
+            if (time > 0) budget_.expect_draft(bit, seconds[bit == kFromTable ? 0 : 1]);
+        }
+    }
+}
+
 // draft -> build -> verify -> accept -> commit
 StepResult Session::round() {
     StepResult result;
@@ -193,12 +208,18 @@ StepResult Session::round() {
     executor_->reserve(sequence_, std::min(context, start + kMaxTreeRows));
     CostTable& costs = executor_->engine().costs();
     const int available = params_.drafter && max_depth > 0 ? params_.drafter->sources() : 0;
-    if (available && budget_.automatic() && costs.plain_known() && !costs.measured())
-        executor_->measure_costs(sequence_, start, tokens_);
-    const int asked = available ? budget_.sources(available, costs) : 0;
+    if (available && budget_.automatic() && costs.plain_known()) {
+        if (!costs.measured()) executor_->measure_costs(sequence_, start, tokens_, feeds_draft_model_);
+        time_drafts(available, max_depth);
+    }
+    // Who is asked may have been decided, and the draft begun, at the end of the last round.
+    const int asked = next_asked_ >= 0 ? next_asked_ : available ? budget_.sources(available, costs) : 0;
+    next_asked_ = -1;
 
     Proposal proposal;
-    const std::array<double, 2> draft_seconds = draft(asked, max_depth, proposal);
+    std::array<double, 2> draft_seconds = draft(asked, max_depth, proposal);
+    draft_seconds[0] += begin_seconds_;
+    begin_seconds_ = 0.0;
     watch.lap();
     const Tree& tree = executor_->build(tokens_.back(), proposal, budget_.max_nodes(), max_depth);
     const TreeView view{tree.token, tree.parent, tree.source, tree.weight};
@@ -265,18 +286,36 @@ StepResult Session::round() {
         trace_->commit = walk.seconds.commit;
     }
     if (budget_.automatic()) {
-        costs.observe(nodes, walk.seconds.verify);
+        if (!walk.recorded) costs.observe(nodes, walk.seconds.verify);
         RoundOutcome outcome;
         outcome.tree = view;
         outcome.nodes = nodes;
         outcome.path = walk.path;
         outcome.emitted = walk.emitted;
         outcome.asked = asked;
+        // The tree is part of what a draft costs.
+        if (asked) draft_seconds[asked & kFromTable ? 0 : 1] += build_seconds;
         outcome.draft = draft_seconds;
-        outcome.seconds = build_seconds + target_seconds;
+        outcome.seconds = walk.recorded ? costs.seconds(nodes) : target_seconds;
         budget_.observe(outcome, costs);
+        executor_->engine().draft_record(budget_of_) = budget_.record();
     }
+    if (result.finish == Finish::none && available) begin_next_draft(available);
     return result;
+}
+
+// A device drafts while the host reads what this round emitted. Where ops run at once there is nothing to gain,
+// and an answer that ends here would have paid for nothing.
+void Session::begin_next_draft(int available) {
+    const CostTable& costs = executor_->engine().costs();
+    if (!feeds_draft_model_ || !executor_->engine().backend().queues()) return;
+    if (budget_.automatic() && !(costs.measured() && budget_.draft_timed(kFromTable))) return;
+    if (executor_->context() - 2 - committed_ <= 0) return;
+    next_asked_ = budget_.sources(available, costs);
+    if (!(next_asked_ & kFromTable)) return;
+    Stopwatch watch;
+    draft_model_->begin(tokens_.back());
+    begin_seconds_ = watch.lap();
 }
 
 void Session::emit(std::span<const int32_t> tokens, bool failed, StepResult& result) {

@@ -103,6 +103,8 @@ class Session {
     StepResult round();
     // Asks the drafters of `asked` sources; seconds by source.
     std::array<double, 2> draft(int asked, int max_depth, Proposal& proposal);
+    void time_drafts(int available, int max_depth);
+    void begin_next_draft(int available);
     // Appends what was emitted and says whether, and why, the generation ends here.
     void emit(std::span<const int32_t> tokens, bool failed, StepResult& result);
 
@@ -119,6 +121,8 @@ class Session {
     std::optional<DFlashSequence> draft_model_;
     Budget budget_{0};
     std::string budget_of_;  // the drafter that it has learned about
+    int next_asked_ = -1;    // sources of the next round, where its draft was begun; -1: not decided
+    double begin_seconds_ = 0.0;
     std::optional<RoundTrace> trace_;
     int emitted_ = 0;
     int prompt_first_ = 0, prompt_total_ = 0;

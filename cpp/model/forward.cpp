@@ -59,15 +59,16 @@ namespace {
 
 // x += o_proj( attention( input_norm(x) ) ), DeepSeek-V2 (arXiv 2405.04434), section 2.1, with kv_b absorbed
 // into q and o.
+// `tap`: where x goes on the way, with the rows of all taps that far apart.
 void attention_block(Backend& b, const ModelConfig& c, const LayerWeights& w, const LatentCache& cache,
-                     ForwardScratch& s, const ForwardArgs& a) {
+                     ForwardScratch& s, const ForwardArgs& a, float* tap, int tap_stride) {
     float* x = s.x.as<float>();
     float* h = s.h.as<float>();
     const float eps = static_cast<float>(c.rms_norm_eps), latent_eps = static_cast<float>(c.latent_norm_eps);
     const int heads = c.num_attention_heads, nope = c.qk_nope_head_dim, rope = c.qk_rope_head_dim;
     const int latent = c.kv_lora_rank, v = c.v_head_dim;
 
-    b.rms_norm({a.rows, x, c.hidden_size, w.input_norm, eps, c.hidden_size, h});
+    b.rms_norm({a.rows, x, c.hidden_size, w.input_norm, eps, c.hidden_size, h, tap, tap_stride});
 
     // query, through its low-rank bottleneck where there is one
     float* q = s.q.as<float>();
@@ -128,14 +129,16 @@ void mlp_block(Backend& b, const ModelConfig& c, const LayerWeights& w, bool moe
     b.reduce_ranks(a.rows, x, c.hidden_size);
 }
 
-void copy_taps(Backend& b, const ModelConfig& c, int layer, ForwardScratch& s, const ForwardArgs& a) {
-    if (a.tap_layers == nullptr || a.want_taps.rows.capacity == 0) return;
-    const int taps = static_cast<int>(a.tap_layers->size());
-    for (int t = 0; t < taps; ++t) {
-        if ((*a.tap_layers)[t] != layer) continue;
-        b.gather_rows({a.want_taps.rows, a.want_taps.index, s.x.as<float>(), c.hidden_size,
-                       a.taps + static_cast<size_t>(t) * c.hidden_size, taps * c.hidden_size});
-    }
+int tap_width(const ForwardArgs& a) {
+    return a.tap_layers == nullptr ? 0 : static_cast<int>(a.tap_layers->size());
+}
+
+// Where the taps after a layer go: null where nobody wants them.
+float* tap_after(const ModelConfig& c, int layer, const ForwardArgs& a) {
+    if (a.want_taps.rows.capacity == 0) return nullptr;
+    for (int t = 0; t < tap_width(a); ++t)
+        if ((*a.tap_layers)[t] == layer) return a.taps + static_cast<size_t>(t) * c.hidden_size;
+    return nullptr;
 }
 
 }  // namespace
@@ -144,21 +147,37 @@ bool forward(Backend& b, const ModelConfig& c, const ModelWeights& weights, Forw
              const ForwardArgs& a) {
     b.embed({a.rows, a.batch.token, weights.embed, s.x.as<float>()});
 
+    // Taps of every row ride on the norm that reads the same rows next.
+    const int stride = tap_width(a) * c.hidden_size;
+    float* x = s.x.as<float>();
+    float* riding = nullptr;
     for (int i = 0; i < c.num_hidden_layers; ++i) {
         if (a.cancelled && a.cancelled()) return false;
-        attention_block(b, c, weights.layers[i], (*a.caches)[i], s, a);
+        attention_block(b, c, weights.layers[i], (*a.caches)[i], s, a, riding, stride);
         mlp_block(b, c, weights.layers[i], c.is_moe(i), s, a);
-        copy_taps(b, c, i, s, a);
+        riding = tap_after(c, i, a);
+        if (riding != nullptr && a.want_taps.index != nullptr) {
+            b.gather_rows({a.want_taps.rows, a.want_taps.index, x, c.hidden_size, riding, stride});
+            riding = nullptr;
+        }
     }
 
     if (a.want_logits.rows.capacity > 0) {
         float* picked = s.picked.as<float>();
-        b.gather_rows(
-            {a.want_logits.rows, a.want_logits.index, s.x.as<float>(), c.hidden_size, picked, c.hidden_size});
-        b.rms_norm({a.want_logits.rows, picked, c.hidden_size, weights.norm,
-                    static_cast<float>(c.rms_norm_eps), c.hidden_size, picked});
+        const float eps = static_cast<float>(c.rms_norm_eps);
+        if (a.want_logits.index == nullptr) {
+            b.rms_norm({a.rows, x, c.hidden_size, weights.norm, eps, c.hidden_size, picked, riding, stride});
+            riding = nullptr;
+        } else {
+            b.gather_rows(
+                {a.want_logits.rows, a.want_logits.index, x, c.hidden_size, picked, c.hidden_size});
+            b.rms_norm({a.want_logits.rows, picked, c.hidden_size, weights.norm, eps, c.hidden_size, picked});
+        }
         b.linear({a.want_logits.rows, picked, weights.head, a.logits, false});
     }
+    if (riding != nullptr)  // no norm came that reads every row
+        b.rms_norm({a.rows, x, c.hidden_size, weights.norm, static_cast<float>(c.rms_norm_eps), c.hidden_size,
+                    s.h.as<float>(), riding, stride});
     return true;
 }
 

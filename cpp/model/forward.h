@@ -32,7 +32,7 @@ struct ForwardScratch {
     Buffer picked;    // [logit_rows, hidden] rows that want logits
 };
 
-// Rows that want something from a forward: `index[j]` names a row of the batch.
+// Rows that want something from a forward: `index[j]` names a row of the batch. Null: every row.
 struct RowSubset {
     Rows rows;
     const int32_t* index = nullptr;  // [rows.capacity]

@@ -59,6 +59,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self._context = context
+        self._executor: tuple[int, _native.Executor] | None = None
         self.recorded = dict(recorded or {})
         self.draft_width = draft_width or DraftOptions.NUMBERS["width"][0]
 
@@ -138,12 +139,17 @@ class Engine:
         """A new, empty session for up to `context` tokens, prompt and answer together.
 
         Its memory is taken here, after the sum has been compared with what there is: EngineError
-        ``out_of_memory`` has the numbers. None is the engine's own number.
+        ``out_of_memory`` has the numbers. None is the engine's own number. When a session is gone, its memory,
+        with all that was recorded for a GPU, waits for the next one of the same size, and is given back when
+        one of another size is asked for.
         """
         limit = self._context
         if context is not None:
             limit = integer(context, "context", 2, _positions(self.config))
-        return Session(self, _native.Session(_native.Executor(self.native, limit)), limit)
+        if self._executor is None or self._executor[0] != limit or not self._executor[1].vacant:
+            self._executor = None  # before the next one asks what is free
+            self._executor = (limit, _native.Executor(self.native, limit))
+        return Session(self, _native.Session(self._executor[1]), limit)
 
     def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
         """Tokens of `text`: see ``tokenizer.Tokenizer.encode``."""

@@ -20,6 +20,7 @@ SIZES: list[int] = list(_native.CostTable.sizes)
 RANKS = 8
 OFF_SPINE = 0.3  # of the drafter's own probability
 NO_TOKEN = -7
+PATH_SECONDS = 1e-5
 
 
 def sparse_moe(nodes: int, overhead: float = 4e-3) -> float:
@@ -154,20 +155,34 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-def simulate(world: World, tokens: int, fixed: int = -1) -> Outcome:
-    """Decodes `tokens` tokens in the world; `fixed` >= 0: with that budget always."""
-    costs, budget = _native.CostTable(), _native.Budget(fixed)
+class Memory:
+    """What an engine keeps between sessions."""
+
+    def __init__(self) -> None:
+        self.costs = _native.CostTable()
+        self.budget: _native.Budget | None = None
+
+
+def simulate(world: World, tokens: int, fixed: int = -1, memory: Memory | None = None) -> Outcome:
+    """One answer of `tokens` tokens in the world; `fixed` >= 0: with that budget always. `memory`: of the engine, a
+    fresh one where none is given. As in the engine, costs and one draft are timed before the first is paid for."""
+    memory = memory or Memory()
+    costs, budget = memory.costs, _native.Budget(fixed, memory.budget, tokens)
+    memory.budget = budget
     clock, emitted, rounds = 0.0, 0, []
     while emitted < tokens:
-        if fixed < 0 and costs.plain_known and not costs.measured:
-            costs.measure(world.seconds)
+        if fixed < 0 and costs.plain_known:
+            if not costs.measured:
+                costs.measure(world.seconds)
+            budget.expect_draft(TABLE, world.draft_seconds)
+            budget.expect_draft(PATH, PATH_SECONDS)
         asked = budget.sources(world.available, costs)
         tree = world.draft(asked)
         nodes = budget.choose(*tree.arrays, costs)
         path, new = world.walk(tree, nodes, emitted)
         verify = world.seconds(nodes)
         table = world.draft_seconds if asked & TABLE else 0.0
-        paths = 1e-5 if asked & PATH else 0.0
+        paths = PATH_SECONDS if asked & PATH else 0.0
         clock += verify + table + paths
         rounds.append((emitted, asked, nodes, len(new)))
         emitted += len(new)

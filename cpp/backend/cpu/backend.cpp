@@ -189,6 +189,7 @@ void CpuBackend::rms_norm(const RmsNormArgs& args) {
     pool_.split(rows, grain, [&](int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             const float* x = args.x + i * args.x_stride;
+            if (args.copy != nullptr) std::copy_n(x, args.width, args.copy + i * args.copy_stride);
             const float mean = k_.sum_of_squares(x, args.width) / static_cast<float>(args.width);
             const float r = 1.0f / std::sqrt(mean + args.eps);
             k_.scale_by(x, r, args.weight, args.width, args.y + i * args.width);

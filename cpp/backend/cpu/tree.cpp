@@ -77,7 +77,7 @@ void CpuBackend::accept(const AcceptArgs& args) {
     const int rows = *args.live;
     in_range("the number of verified rows", rows, 1, kMaxTreeRows);
     in_range("the number of stop tokens", *args.stop_count, 0, kMaxStops);
-    in_range("the number of tokens that may be emitted", *args.limit, 1, INT32_MAX);
+    in_range("the number of tokens that may be emitted", *args.limit, 0, INT32_MAX);
     const size_t n = static_cast<size_t>(rows);
     const Accepted accepted = kdt::accept(std::span(args.tree.token, n), std::span(args.tree.parent, n),
                                           std::span(args.selected, n), rows, *args.limit,

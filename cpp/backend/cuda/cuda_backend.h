@@ -54,6 +54,7 @@ class CudaBackend final : public Backend {
     double read_rate(size_t bytes, int passes) override;
     size_t last_level_cache() const override;
     std::unique_ptr<Graph> record(std::function<void()> ops) override;
+    bool queues() const override { return true; }
 
     Weight upload_matrix(const HostMatrix& matrix, const std::string& name) override;
     const float* upload_vector(std::span<const float> values, const std::string& name) override;

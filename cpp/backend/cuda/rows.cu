@@ -104,6 +104,12 @@ __global__ void __launch_bounds__(kNormThreads, 1) rms_norm(const RmsNormArgs a,
 #pragma unroll
         for (int i = 0; i < Parts; ++i) v[i] = load_columns(x, first + i * kNormColumns, a.width, wide);
         if (row >= live_rows(a.rows)) return;
+        if (a.copy != nullptr) {
+            float* const copy = a.copy + static_cast<long long>(row) * a.copy_stride;
+#pragma unroll
+            for (int i = 0; i < Parts; ++i)
+                store_columns(copy, first + i * kNormColumns, a.width, wide, v[i]);
+        }
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < Parts; ++i) sum = add_squares(sum, v[i]);
@@ -115,8 +121,12 @@ __global__ void __launch_bounds__(kNormThreads, 1) rms_norm(const RmsNormArgs a,
         ptx::grid_wait();
         if (row >= live_rows(a.rows)) return;
         float sum = 0.0f;
-        for (int c = first; c < a.width; c += kNormColumns)
-            sum = add_squares(sum, load_columns(x, c, a.width, wide));
+        for (int c = first; c < a.width; c += kNormColumns) {
+            const float4 v = load_columns(x, c, a.width, wide);
+            if (a.copy != nullptr)
+                store_columns(a.copy + static_cast<long long>(row) * a.copy_stride, c, a.width, wide, v);
+            sum = add_squares(sum, v);
+        }
         const float r = inverse_rms(sum, a.width, a.eps, scratch);
         for (int c = first; c < a.width; c += kNormColumns)
             store_columns(
@@ -295,7 +305,8 @@ void launch_embed(const GemmLaunch& l, const EmbedArgs& args) {
 }
 
 void launch_rms_norm(const GemmLaunch& l, const RmsNormArgs& args) {
-    const bool wide = args.width % 4 == 0 && args.x_stride % 4 == 0 && aligned({args.x, args.weight, args.y});
+    const bool wide = args.width % 4 == 0 && args.x_stride % 4 == 0 && args.copy_stride % 4 == 0 &&
+                      aligned({args.x, args.weight, args.y, args.copy});
     const Launch as{
         l.stream, l.device, l.name, grid_of(args.rows.capacity, 1), kNormThreads, kNormThreads / 32 * 4};
     if (args.width <= kNormColumns)
