@@ -305,10 +305,10 @@ StepResult Session::round() {
 }
 
 // A device drafts while the host reads what this round emitted. Where ops run at once there is nothing to gain,
-// and an answer that ends here would have paid for nothing.
+// and an answer that ends here would have paid for nothing. With a trace, a round's seconds are its own.
 void Session::begin_next_draft(int available) {
     const CostTable& costs = executor_->engine().costs();
-    if (!feeds_draft_model_ || !executor_->engine().backend().queues()) return;
+    if (!feeds_draft_model_ || params_.trace || !executor_->engine().backend().queues()) return;
     if (budget_.automatic() && !(costs.measured() && budget_.draft_timed(kFromTable))) return;
     if (executor_->context() - 2 - committed_ <= 0) return;
     next_asked_ = budget_.sources(available, costs);

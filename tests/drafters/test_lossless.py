@@ -49,6 +49,34 @@ def test_every_budget_equals_plain(p: Pair, sampling: str) -> None:
     assert accepted > 150 and branching > 3, "the drafts accepted too little to prove anything"
 
 
+def test_drafts_begun_ahead_are_the_same_drafts(p: Pair) -> None:
+    """Catches a draft that a device began behind a round and that another session, a rewind or another text made
+    stale: with a trace none is begun ahead, and what a fixed budget accepts must not differ."""
+    ahead = generate(start(p), 40, drafter=_native.DFlashDrafter(), budget=8)
+    asked = start(p)
+    watch(asked, 40, drafter=_native.DFlashDrafter(), budget=8)
+    lengths = ahead.stats["accepted_lengths"]
+    assert asked.stats["accepted_lengths"] == lengths
+
+    executor = _native.Executor(p.engine, 512, 2)
+    both = [_native.Session(executor), _native.Session(executor)]
+    for seed, session in enumerate(both):
+        session.append(prompt(p.vocab, 70, seed=11 + seed))
+        session.begin(40, drafter=_native.DFlashDrafter(), budget=8)
+    running = [True, True]
+    while any(running):  # in turn, so that each begins a draft while the other's is not read yet
+        running = [r and session.step().finished is None for r, session in zip(running, both, strict=True)]
+    assert both[0].stats["accepted_lengths"] == lengths and both[0].tokens == asked.tokens
+
+    again = start(p)  # the same root at the same position behind another text
+    again.begin(40, drafter=_native.DFlashDrafter(), budget=8)
+    while again.step().finished is None and len(again.tokens) < 90:
+        pass
+    again.rewind(30)
+    again.append(prompt(p.vocab, 70, seed=11)[30:])
+    assert generate(again, 40, drafter=_native.DFlashDrafter(), budget=8).stats["accepted_lengths"] == lengths
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_narrow_table_is_the_first_ranks_of_the_whole(p: Pair, width: int) -> None:
     """Catches a table whose rows shift when it is cut, a width that is not kept, and a chain that is no path."""

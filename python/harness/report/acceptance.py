@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from harness.report.rounds import Round
 
-BUDGETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BUDGETS = (0, 1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 23, 31, 32, 47, 64)
 FEWEST = 5  # rounds behind a point
 
 
