@@ -1,8 +1,8 @@
 // Drafters, the draft model's loader and the budget for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -137,10 +137,10 @@ void bind_budget(nb::module_& m) {
                const std::optional<std::function<double(int)>>& prepare) {
                 t.measure(verify, limit, prepare.value_or(nullptr));
             },
-            "verify"_a, "limit"_a = CostTable::kLimitSeconds,
-            "prepare"_a = nb::none(),
+            "verify"_a, "limit"_a = CostTable::kLimitSeconds, "prepare"_a = nb::none(),
             "Times verify(nodes), which returns seconds, for as many sizes as fit into `limit` of them. "
-            "prepare(nodes), before the first of each size, returns seconds that count but are not the size's.")
+            "prepare(nodes), before the first of each size, returns seconds that count but are not the "
+            "size's.")
         .def("observe", &CostTable::observe, "nodes"_a, "seconds"_a)
         .def("seconds", &CostTable::seconds, "nodes"_a)
         .def_prop_ro("measured", &CostTable::measured)

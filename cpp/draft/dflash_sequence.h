@@ -29,8 +29,8 @@ class DFlashSequence {
     int make_room(int count);
     // `count` rows were put there.
     void kept(int count) { waiting_ += count; }
-    // Proposes after `root`, which stands at position end(). `begin` does all of it but waiting: a device then
-    // drafts while the host does something else.
+    // Proposes after `root`, which stands at position end(). `begin` does all of it but waiting: a device
+    // then drafts while the host does something else.
     void propose(int32_t root, Proposal& proposal);
     void begin(int32_t root);
 

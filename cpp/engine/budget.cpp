@@ -9,28 +9,28 @@ namespace kdt {
 
 namespace {
 
-constexpr double kDecay = 0.95;          // of the sums behind the running rate, per round
-constexpr double kForget = 0.98;         // of calibration, per observation
-constexpr double kMostPurse = 3.0;       // tokens that a source may lose of what it has not earned
-constexpr double kEarnedShare = 0.1;     // and of what it has
-constexpr double kMostCredit = 8.0;      // at most
-constexpr double kTrust = 1.0;           // tokens of credit with which a source is asked whatever it promises
-constexpr double kLeastProbe = 0.1;      // tokens that a probe is taken to cost at least
-constexpr double kEarnedForget = 0.98;   // per draft
-constexpr double kPocketMoney = 0.008;   // of the time, for sources that do not pay
-constexpr double kGiftShare = 0.006;     // of the tokens that may follow, for a look at a new text
-constexpr double kMostGift = 1.0;        // tokens
-constexpr double kSecondsBlend = 0.1;    // weight of one draft in what drafts take
-constexpr double kValueBlend = 0.125;    // and in what they promise
-constexpr double kProbeBlend = 0.5;      // of a probe
-constexpr double kMostPrior = 0.5;       // tokens that a draft of a new text promises, whatever the last one's did
-constexpr int kFirstInterval = 2;        // rounds to the first probe of a source that was just closed; doubles
-constexpr int kProbe = 2;                // nodes that a probe verifies at least
-constexpr int kProbeReach = 16;          // nodes that it may add to a tree of another source
-constexpr double kNodesShare = 0.2;      // of what a draft costs: what its nodes may cost in any case
-constexpr int kLeastReach = 16;          // nodes that are always built
-constexpr double kPriorRounds = 8.0;     // weight of another text's rate
-constexpr double kPriorClaims = 8.0;     // of its calibration
+constexpr double kDecay = 0.95;         // of the sums behind the running rate, per round
+constexpr double kForget = 0.98;        // of calibration, per observation
+constexpr double kMostPurse = 3.0;      // tokens that a source may lose of what it has not earned
+constexpr double kEarnedShare = 0.1;    // and of what it has
+constexpr double kMostCredit = 8.0;     // at most
+constexpr double kTrust = 1.0;          // tokens of credit with which a source is asked whatever it promises
+constexpr double kLeastProbe = 0.1;     // tokens that a probe is taken to cost at least
+constexpr double kEarnedForget = 0.98;  // per draft
+constexpr double kPocketMoney = 0.008;  // of the time, for sources that do not pay
+constexpr double kGiftShare = 0.006;    // of the tokens that may follow, for a look at a new text
+constexpr double kMostGift = 1.0;       // tokens
+constexpr double kSecondsBlend = 0.1;   // weight of one draft in what drafts take
+constexpr double kValueBlend = 0.125;   // and in what they promise
+constexpr double kProbeBlend = 0.5;     // of a probe
+constexpr double kMostPrior = 0.5;  // tokens that a draft of a new text promises, whatever the last one's did
+constexpr int kFirstInterval = 2;   // rounds to the first probe of a source that was just closed; doubles
+constexpr int kProbe = 2;           // nodes that a probe verifies at least
+constexpr int kProbeReach = 16;     // nodes that it may add to a tree of another source
+constexpr double kNodesShare = 0.2;   // of what a draft costs: what its nodes may cost in any case
+constexpr int kLeastReach = 16;       // nodes that are always built
+constexpr double kPriorRounds = 8.0;  // weight of another text's rate
+constexpr double kPriorClaims = 8.0;  // of its calibration
 
 size_t source_index(int bit) {
     return bit == kFromTable ? 0 : 1;
@@ -123,8 +123,8 @@ int Budget::sources(int available, const CostTable& costs) {
             asked_ |= bit;
         } else if (probing.wait > 0) {
             --probing.wait;
-        } else if (s.purse >= (s.known ? std::min(std::max(-s.value, kLeastProbe), price(s, costs))
-                                       : price(s, costs))) {
+        } else if (s.purse >=
+                   (s.known ? std::min(std::max(-s.value, kLeastProbe), price(s, costs)) : price(s, costs))) {
             asked_ |= bit;
         }
     }
@@ -246,8 +246,7 @@ void Budget::observe(const RoundOutcome& round, const CostTable& costs) {
         int others = 0, won = 0;
         for (int i = 1; i <= round.nodes; ++i) others += round.tree.source[i] != bit;
         for (size_t j = 1; j < round.path.size(); ++j) won += round.tree.source[round.path[j]] == bit;
-        const double gain =
-            won - (s.seconds + costs.seconds(round.nodes) - costs.seconds(others)) / plain;
+        const double gain = won - (s.seconds + costs.seconds(round.nodes) - costs.seconds(others)) / plain;
         const bool was_open = open(s);
         s.earned = std::max(0.0, kEarnedForget * s.earned + gain);
         s.purse = std::min(s.purse + gain, std::max(kMostPurse, s.purse));
@@ -267,8 +266,8 @@ void Budget::observe(const RoundOutcome& round, const CostTable& costs) {
         }
         // As far apart as pocket money allows anyway, but no further.
         const int longest = static_cast<int>(std::clamp(price(s, costs) / kPocketMoney, 2.0, 1024.0));
-        probing.interval = was_open || probing.interval == 0 ? kFirstInterval
-                                                             : std::min(2 * probing.interval, longest);
+        probing.interval =
+            was_open || probing.interval == 0 ? kFirstInterval : std::min(2 * probing.interval, longest);
         probing.wait = probing.interval;
     }
 }

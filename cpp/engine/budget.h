@@ -62,7 +62,7 @@ struct DraftRecord {
     static constexpr int kClasses = 6;  // table, path, both; each on the spine and off it
 
     double tokens = 0.0, time = 0.0;  // decaying sums: their ratio is lambda
-    std::array<Source, 2> sources;      // table, paths
+    std::array<Source, 2> sources;    // table, paths
     std::array<Calibration, kClasses> calibration;
 };
 

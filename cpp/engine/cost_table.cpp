@@ -18,8 +18,7 @@ size_t CostTable::index(int nodes) {
 
 void CostTable::measure(const std::function<double(int)>& verify, double limit,
                         const std::function<double(int)>& prepare) {
-    constexpr std::array<int, kSizes.size()> order = {0,  7, 2, 31, 15, 4, 1, 64,
-                                                      11, 8, 3, 16, 5, 23, 32, 47};
+    constexpr std::array<int, kSizes.size()> order = {0, 7, 2, 31, 15, 4, 1, 64, 11, 8, 3, 16, 5, 23, 32, 47};
     double spent = 0.0;
     // The best of up to three: other work on the machine only ever adds time.
     for (int pass = 0; pass < 3; ++pass)

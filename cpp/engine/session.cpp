@@ -304,8 +304,9 @@ StepResult Session::round() {
     return result;
 }
 
-// A device drafts while the host reads what this round emitted. Where ops run at once there is nothing to gain,
-// and an answer that ends here would have paid for nothing. With a trace, a round's seconds are its own.
+// A device drafts while the host reads what this round emitted. Where ops run at once there is nothing to
+// gain, and an answer that ends here would have paid for nothing. With a trace, a round's seconds are its
+// own.
 void Session::begin_next_draft(int available) {
     const CostTable& costs = executor_->engine().costs();
     if (!feeds_draft_model_ || params_.trace || !executor_->engine().backend().queues()) return;

@@ -169,8 +169,7 @@ bool forward(Backend& b, const ModelConfig& c, const ModelWeights& weights, Forw
             b.rms_norm({a.rows, x, c.hidden_size, weights.norm, eps, c.hidden_size, picked, riding, stride});
             riding = nullptr;
         } else {
-            b.gather_rows(
-                {a.want_logits.rows, a.want_logits.index, x, c.hidden_size, picked, c.hidden_size});
+            b.gather_rows({a.want_logits.rows, a.want_logits.index, x, c.hidden_size, picked, c.hidden_size});
             b.rms_norm({a.want_logits.rows, picked, c.hidden_size, weights.norm, eps, c.hidden_size, picked});
         }
         b.linear({a.want_logits.rows, picked, weights.head, a.logits, false});
