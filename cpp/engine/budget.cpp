@@ -17,8 +17,8 @@ constexpr double kMostCredit = 8.0;     // at most
 constexpr double kTrust = 1.0;          // tokens of credit with which a source is asked whatever it promises
 constexpr double kLeastProbe = 0.1;     // tokens that a probe is taken to cost at least
 constexpr double kEarnedForget = 0.98;  // per draft
-constexpr double kPocketMoney = 0.008;  // of the time, for sources that do not pay
-constexpr double kGiftShare = 0.006;    // of the tokens that may follow, for a look at a new text
+constexpr double kPocketMoney = 0.005;  // of the time, for sources that do not pay
+constexpr double kGiftShare = 0.004;    // of the tokens that may follow, for a look at a new text
 constexpr double kMostGift = 1.0;       // tokens
 constexpr double kSecondsBlend = 0.1;   // weight of one draft in what drafts take
 constexpr double kValueBlend = 0.125;   // and in what they promise
@@ -111,13 +111,14 @@ int Budget::sources(int available, const CostTable& costs) {
     asked_ = 0;
     if (!automatic()) return fixed_ == 0 ? 0 : available;
     if (!costs.plain_known()) return 0;
+    shares_ = (available & kFromTable) && (available & kFromPath) ? 2 : 1;
     for (const int bit : {kFromTable, kFromPath}) {
         if (!(available & bit)) continue;
         DraftRecord::Source& s = record_.sources[source_index(bit)];
         Probing& probing = probing_[source_index(bit)];
         if (first_) {  // what it won with another text is cut, what was saved up for a dear draft is not
             s.purse = std::min(s.purse, std::max(kMostPurse, price(s, costs)));
-            s.purse = std::max(s.purse, std::min(price(s, costs), s.purse + gift_));
+            s.purse = std::max(s.purse, std::min(price(s, costs), s.purse + gift_ / shares_));
         }
         if (open(s)) {
             asked_ |= bit;
@@ -230,7 +231,8 @@ void Budget::observe(const RoundOutcome& round, const CostTable& costs) {
     record_.time = kDecay * record_.time + took;
     if (plain > 0.0)
         for (DraftRecord::Source& s : record_.sources)
-            s.purse = std::max(s.purse, std::min(s.purse + kPocketMoney * took / plain, price(s, costs)));
+            s.purse =
+                std::max(s.purse, std::min(s.purse + kPocketMoney / shares_ * took / plain, price(s, costs)));
     if (round.asked == 0) return;
     calibrate(round);
 
@@ -261,7 +263,7 @@ void Budget::observe(const RoundOutcome& round, const CostTable& costs) {
         if (open(s)) continue;
         if (s.purse <= 0.0) {  // what it had earned pays its debts
             s.purse = std::min(0.0, s.purse + credit(s));
-            s.earned = 0.0;
+            s.earned *= 0.5;
             s.value = std::min(s.value, 0.0);  // it promised more than it kept
         }
         // As far apart as pocket money allows anyway, but no further.

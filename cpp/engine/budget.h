@@ -108,6 +108,7 @@ class Budget {
     bool first_ = true;                 // nobody was asked yet
     std::array<Probing, 2> probing_;    // of sources that are not open
     std::array<double, 2> promised_{};  // by the drafts of this round, in tokens
+    int shares_ = 1;                    // sources among which pocket money is divided
     int asked_ = 0;                     // this round
     int reach_ = kMaxNodes;
 };
