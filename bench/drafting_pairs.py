@@ -2,8 +2,8 @@
 
     python bench/drafting_pairs.py --corpus DIR [--json RECORD] [--pairs 30] [--tokens 128] [--temperature 0.7]
 
-Every choice runs right behind a plain run of the same prompt, all choices in turn, prompts rotating: what else the
-machine does hits both of a pair. A pair is one ratio; a cell is the median of its ratios with a 95 % bootstrap
+Every choice runs right before or right behind a plain run of the same prompt, all choices in turn, prompts rotating:
+what else the machine does hits both of a pair. A pair is one ratio; a cell is the median of its ratios with a 95 % bootstrap
 interval. The clock runs from the first token to the last, so the prompt is outside and all of the engine's and
 Python's work behind it is inside. A choice whose tokens differ from the plain ones ends the script. On the CPU every
 ratio is taken a second time, in processor seconds of this process: while others want the same cores, a short run may
@@ -92,14 +92,18 @@ def measure(engine: Engine, given: list[list[int]], pairs: int, tokens: int, tem
     lengths: dict[str, list[int]] = {choice: [] for choice in CHOICES}
     for i in range(pairs):
         prompt = given[i % len(given)]
-        for choice in CHOICES:
-            sampling = {"temperature": temperature, "seed": i} if temperature else {}
-            plain, expected = timed(engine, "plain", prompt, tokens, **sampling)
-            rate, result = timed(engine, choice, prompt, tokens, **sampling)
-            if result.tokens != expected.tokens:
-                raise SystemExit(f"{choice} wrote other tokens than plain decoding on prompt {i % len(given)}")
-            rates[choice].append((rate, plain))
-            lengths[choice] += result.stats["accepted_lengths"]
+        sampling = {"temperature": temperature, "seed": i} if temperature else {}
+        for at in range(0, len(CHOICES), 2):  # one choice, plain, the next one: a plain run beside each
+            runs = {
+                choice: timed(engine, choice, prompt, tokens, **sampling)
+                for choice in (CHOICES[at], "plain", *CHOICES[at + 1 : at + 2])
+            }
+            plain, expected = runs.pop("plain")
+            for choice, (rate, result) in runs.items():
+                if result.tokens != expected.tokens:
+                    raise SystemExit(f"{choice} wrote other tokens than plain decoding on prompt {i % len(given)}")
+                rates[choice].append((rate, plain))
+                lengths[choice] += result.stats["accepted_lengths"]
     cell: dict[str, Any] = {
         "plain_tokens_per_second": float(np.median([plain[0] for both in rates.values() for _, plain in both])),
         "tokens_a_round": {choice: float(np.mean(emitted)) for choice, emitted in lengths.items()},
