@@ -210,6 +210,10 @@ void check_purity(const std::string& what, Random& random, int pool, const RunRo
     }
 }
 
+void list_all() {
+    for (const Case& c : cases()) std::printf("%s\n", c.name);
+}
+
 int run_all() {
     int ran = 0, bad = 0;
     size_t total = 0;
@@ -241,16 +245,23 @@ int run_all() {
 }  // namespace kdt::testing
 
 int main(int argc, char** argv) {
+    bool list = false;
     for (int i = 1; i < argc; ++i) {
         const std::string arg = argv[i];
         if (arg == "--small")
             kdt::testing::the_options.small = true;
+        else if (arg == "--list")
+            list = true;
         else if (arg == "--filter" && i + 1 < argc)
             kdt::testing::the_options.filter = argv[++i];
         else {
-            std::printf("usage: %s [--small] [--filter TEXT]\n", argv[0]);
+            std::printf("usage: %s [--list] [--small] [--filter TEXT]\n", argv[0]);
             return 2;
         }
+    }
+    if (list) {
+        kdt::testing::list_all();
+        return 0;
     }
     try {
         std::printf("%s\n", kdt::testing::backend("bf16").description().c_str());

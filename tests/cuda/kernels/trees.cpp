@@ -130,6 +130,15 @@ Tree build_on_host(const Draft& d, int budget, int max_depth, int32_t root, int 
     return build_tree(root, table, paths, {budget, max_depth, vocab});
 }
 
+void expect_tree(const Tree& got, const Tree& wanted, const std::string& what) {
+    expect_same<int32_t>({got.count}, {wanted.count}, what + ", count");
+    expect_same(got.token, wanted.token, what + ", token");
+    expect_same(got.parent, wanted.parent, what + ", parent");
+    expect_same(got.depth, wanted.depth, what + ", depth");
+    expect_same(got.source, wanted.source, what + ", source");
+    expect_same(got.weight, wanted.weight, what + ", weight");
+}
+
 }  // namespace
 
 // Another pop order, ties resolved otherwise, weights summed in another order, sources forgotten, a token
@@ -147,15 +156,87 @@ KDT_CASE(build_tree_equals_the_host) {
         const Tree wanted = build_on_host(d, budget, max_depth, root, vocab),
                    got = build_on_device(b, d, budget, max_depth, root, vocab);
         const std::string what = format("draft %d, budget %d, depth limit %d", i, budget, max_depth);
-        expect_same<int32_t>({got.count}, {wanted.count}, what + ", count");
-        expect_same(got.token, wanted.token, what + ", token");
-        expect_same(got.parent, wanted.parent, what + ", parent");
-        expect_same(got.depth, wanted.depth, what + ", depth");
-        expect_same(got.source, wanted.source, what + ", source");
-        expect_same(got.weight, wanted.weight, what + ", weight");
+        expect_tree(got, wanted, what);
         nodes += got.count;
     }
     if (nodes < 1000) failed("only %d nodes in all", nodes);
+}
+
+// A node whose place or source depends on how many come after it: the budget is a truncation.
+KDT_CASE(build_tree_budgets_nest) {
+    Random random(54);
+    Backend& b = backend("bf16");
+    for (int i = 0; i < (options().small ? 6 : 40); ++i) {
+        const Draft d = random_draft(random, i % 7);
+        const Tree whole = build_on_device(b, d, kMaxNodes, kMaxDepth, 3, INT32_MAX);
+        for (const int budget : {0, 1, 2, 30, 31, 32, 33, 63}) {
+            const Tree part = build_on_device(b, d, budget, kMaxDepth, 3, INT32_MAX);
+            const size_t rows = static_cast<size_t>(std::min(budget, whole.count)) + 1;
+            if (part.token.size() != rows)
+                failed("draft %d: %zu rows of budget %d", i, part.token.size(), budget);
+            const std::string what = format("draft %d, budget %d", i, budget);
+            expect_same(part.token.data(), whole.token.data(), rows, what + ", token");
+            expect_same(part.parent.data(), whole.parent.data(), rows, what + ", parent");
+            expect_same(part.source.data(), whole.source.data(), rows, what + ", source");
+            expect_same(part.weight.data(), whole.weight.data(), rows, what + ", weight");
+        }
+    }
+}
+
+// A token that stands in a row many times and is taken more than once, a gap that such a row leaves; paths
+// that say what the table and other paths say.
+KDT_CASE(build_tree_takes_a_token_once) {
+    Random random(55);
+    Backend& b = backend("bf16");
+    for (int i = 0; i < 24; ++i) {
+        Draft d;
+        d.depth = i % 3 == 0 ? kMaxTableDepth : 5;
+        d.width = i % 2 == 0 ? kMaxTableWidth : 33;
+        for (int row = 0; row < d.depth; ++row)
+            for (int r = 0; r < d.width; ++r) {
+                // one token throughout; the last rank alone differs; pairs; the second half repeats the first
+                const int half = d.width / 2;
+                d.token.push_back(i % 4 == 0   ? 5
+                                  : i % 4 == 1 ? (r == d.width - 1 ? 6 : 5)
+                                  : i % 4 == 2 ? r / 2
+                                               : r % half);
+                d.logp.push_back(i % 5 == 0 ? -0.5f : -0.5f - 0.125f * static_cast<float>(r));
+            }
+        d.paths = i % 8 < 4 ? 0 : i % 8 == 4 ? 128 : 40;
+        for (int p = 0; p < d.paths; ++p) {
+            d.length.push_back(p % 3 == 0 ? kMaxDepth : 6);
+            for (int step = 0; step < kMaxDepth; ++step) {
+                d.path_token.push_back(p % 2 == 0 ? 5 : step % 3);
+                d.path_logp.push_back(-0.25f * static_cast<float>(p % 3));
+            }
+        }
+        expect_tree(build_on_device(b, d, kMaxNodes, kMaxDepth, 1, INT32_MAX),
+                    build_on_host(d, kMaxNodes, kMaxDepth, 1), format("table %d", i));
+    }
+}
+
+// Weights outside the range in which 32 bits order them (2^-32 .. 2^32), denormal, or so far apart that a sum
+// is the larger one: an order by their upper bits alone, a huge weight taken for none.
+KDT_CASE(build_tree_orders_weights_of_any_size) {
+    Random random(56);
+    Backend& b = backend("bf16");
+    for (int i = 0; i < (options().small ? 40 : 200); ++i) {
+        Draft d = random_draft(random, 0);
+        const float sizes[] = {0x1p-149f, 0x1p-130f, 0x1p-40f, 0x1p-32f, 0x1p-20f,
+                               1.0f,      0x1p20f,   0x1p33f,  0x1p100f};
+        for (int row = 0; row < d.depth; ++row) {
+            const float size = i % 3 == 0 ? sizes[i / 3 % 9] : sizes[random.below(9)];
+            for (int r = 0; r < d.width; ++r) {
+                float& v = d.logp[static_cast<size_t>(row * d.width + r)];
+                v = i % 2 == 0 ? -size * (1.0f + 0x1p-20f * static_cast<float>(r)) : v * size;
+                if (i % 7 == 0 && r == d.width - 1) v = -3.4e38f;
+            }
+        }
+        for (float& v : d.path_logp) v *= sizes[random.below(9)];
+        const int budget = i % 3 == 0 ? kMaxNodes : random.between(1, kMaxNodes);
+        expect_tree(build_on_device(b, d, budget, kMaxDepth, 1, INT32_MAX),
+                    build_on_host(d, budget, kMaxDepth, 1), format("draft %d", i));
+    }
 }
 
 // An ancestor list out of order, a position or prefix off by one.
@@ -260,6 +341,102 @@ KDT_CASE(accept_equals_the_host) {
         long_walks += wanted.path.size() > 4;
     }
     if (long_walks < 20) failed("only %zu walks took more than four steps", long_walks);
+}
+
+// The later of two equal children, a child that stands before its parent, a parent that is itself.
+KDT_CASE(accept_takes_the_first_of_equal_children) {
+    Random random(57);
+    Backend& b = backend("bf16");
+    size_t steps = 0;
+    for (int i = 0; i < 60; ++i) {
+        Tree tree;
+        tree.count = kMaxNodes;
+        for (int n = 0; n <= kMaxNodes; ++n) {
+            tree.token.push_back(random.below(3));  // few tokens: many equal children
+            tree.parent.push_back(n == 0 ? -1 : random.below(i % 2 == 0 ? n : std::min(n, 6)));
+            if (n > 0 && random.below(16) == 0) tree.parent.back() = n;
+            if (n > 0 && random.below(16) == 0) tree.parent.back() = random.below(kMaxTreeRows);
+            tree.depth.push_back(1);
+            tree.source.push_back(1);
+            tree.weight.push_back(0.0);
+        }
+        std::vector<int32_t> selected;
+        for (int n = 0; n <= kMaxNodes; ++n) selected.push_back(random.below(3));
+        const int rows = random.between(1, kMaxTreeRows);
+        const Accepted wanted = accept(tree.token, tree.parent, selected, rows, 1000, {});
+        DeviceTree device(b);
+        device.set(tree);
+        const Device<int32_t> live = scalar(b, static_cast<size_t>(rows)), dsel(b, selected),
+                              limit = scalar(b, 1000), count = scalar(b, 0),
+                              stops(b, std::vector<int32_t>(kMaxStops, 1));
+        Device<int32_t> length(b, size_t{1}), bad(b, size_t{1}), path(b, size_t{kMaxTreeRows}),
+            emitted(b, size_t{kMaxTreeRows});
+        b.accept({device.arrays(), live.data(), dsel.data(), limit.data(), count.data(), stops.data(),
+                  length.data(), bad.data(), path.data(), emitted.data()});
+        expect_same(length.get(), {static_cast<int32_t>(wanted.emitted.size())},
+                    format("walk %d, length", i));
+        expect_same(path.get().data(), wanted.path.data(), wanted.path.size(), format("walk %d, path", i));
+        const std::vector<int32_t> all = path.get();
+        for (size_t j = wanted.path.size(); j < all.size(); ++j)
+            if (all[j] != -1) failed("walk %d: entry %zu behind the path was written", i, j);
+        steps += wanted.path.size();
+    }
+    if (steps < 120) failed("only %zu steps in all", steps);
+}
+
+// The longest ancestor list there is, more nodes asked for than the tree has, none, or fewer than none.
+KDT_CASE(tree_rows_of_a_chain_and_of_odd_counts) {
+    Backend& b = backend("bf16");
+    for (const int length : {0, 1, 31, 32, 63, 64})
+        for (const int nodes : {-5, 0, 1, 33, 64, 1000}) {
+            Tree tree;
+            tree.count = length;
+            for (int n = 0; n <= length; ++n) {
+                tree.token.push_back(100 + n);
+                tree.parent.push_back(n - 1);
+                tree.depth.push_back(n);
+                tree.source.push_back(1);
+                tree.weight.push_back(-n);
+            }
+            DeviceTree device(b);
+            for (Device<int32_t>* a : {&device.token, &device.parent, &device.depth, &device.source})
+                a->poison();
+            const auto padded = [](std::vector<int32_t> v) {
+                v.resize(kMaxTreeRows, -1);
+                return v;
+            };
+            device.count.set({length});
+            device.token.set(padded(tree.token));
+            device.parent.set(padded(tree.parent));
+            device.depth.set(padded(tree.depth));
+            const size_t n = kMaxTreeRows;
+            Device<int32_t> token(b, n), sequence(b, n), position(b, n), prefix(b, n), count(b, n),
+                ancestors(b, n * kMaxAncestors), live(b, size_t{1});
+            const Device<int32_t> dn(b, std::vector<int32_t>{nodes}), start = scalar(b, 61),
+                                                                      seq = scalar(b, 2);
+            b.tree_rows({device.arrays(),
+                         dn.data(),
+                         seq.data(),
+                         start.data(),
+                         {token.data(), sequence.data(), position.data(), prefix.data(), count.data(),
+                          ancestors.data()},
+                         live.data()});
+            const int rows = std::clamp(nodes, 0, length) + 1;
+            const std::string what = format("a chain of %d, %d nodes", length, nodes);
+            expect_same(live.get(), {rows}, what);
+            const std::vector<int32_t> lists = ancestors.get(), positions = position.get(),
+                                       counts = count.get();
+            for (int r = 0; r < rows; ++r) {
+                std::vector<int32_t> wanted;
+                for (int a = 0; a <= r; ++a) wanted.push_back(a);
+                expect_same(lists.data() + r * kMaxAncestors, wanted.data(), wanted.size(),
+                            what + ", ancestors");
+                expect_same<int32_t>({positions[static_cast<size_t>(r)], counts[static_cast<size_t>(r)]},
+                                     {61 + r, r + 1}, what);
+            }
+            for (size_t r = static_cast<size_t>(rows); r < n; ++r)
+                if (counts[r] != -1) failed("%s: row %zu was written", what.c_str(), r);
+        }
 }
 
 }  // namespace kdt::testing
