@@ -43,14 +43,16 @@ float random_unit() {
 struct Result {
     std::string name;
     int rows;
-    double microseconds, floor;
+    double microseconds, floor, bytes, flops;  // 0: not stated
     std::string note;
 };
 std::vector<Result> results;
 
-void report(const std::string& name, int rows, double us, double bytes, const std::string& note = "") {
+// `bytes`: what must come from memory once, 0 where the L2 may hold it; `flops`: operations of the products.
+void report(const std::string& name, int rows, double us, double bytes, double flops = 0.0,
+            const std::string& note = "") {
     const double floor = bytes / kBytesPerMicrosecond;
-    results.push_back({name, rows, us, floor, note});
+    results.push_back({name, rows, us, floor, bytes, flops, note});
     std::printf("%-44s rows %4d  %9.2f us", name.c_str(), rows, us);
     if (floor > 0.0)
         std::printf("  floor %8.2f us  %4.0f %%  %5.2f TB/s", floor, 100.0 * floor / us, bytes / us / 1e6);
@@ -182,7 +184,7 @@ void bench_linear(Bench& bench, const std::string& label, WeightKind kind, int o
         });
         report(
             format("linear %s %dx%d %s", kind == WeightKind::w4a16 ? "w4" : "bf16", in, out, label.c_str()),
-            m, us, bytes_of(kind, out, in));
+            m, us, bytes_of(kind, out, in), 2.0 * m * out * in);
         bench.clear();
     }
 }
@@ -199,7 +201,7 @@ void bench_gated(Bench& bench, WeightKind kind, int out, int in, const std::vect
                 {{m, live}, x, w[static_cast<size_t>(i)], w[static_cast<size_t>((i + 1) % n)], y});
         });
         report(format("gated %s %dx2x%d", kind == WeightKind::w4a16 ? "w4" : "bf16", in, out), m, us,
-               2 * bytes_of(kind, out, in));
+               2 * bytes_of(kind, out, in), 4.0 * m * out * in);
         bench.clear();
     }
 }
@@ -223,12 +225,12 @@ void bench_heads(Bench& bench, int heads, const std::vector<int>& rows) {
                 {{m, live}, batch, q, key_up[static_cast<size_t>(i)], heads, nope, latent, rt, ql});
         });
         report(format("absorb_query %d heads", heads), m, us,
-               bytes_of(WeightKind::bf16, heads * latent, nope));
+               bytes_of(WeightKind::bf16, heads * latent, nope), 2.0 * m * heads * latent * nope);
         const double us2 = bench.time(static_cast<int>(value_up.size()), [&](int i) {
             bench.b.project_value({{m, live}, ql, value_up[static_cast<size_t>(i)], heads, latent, v, o});
         });
-        report(format("project_value %d heads", heads), m, us2,
-               bytes_of(WeightKind::bf16, heads * v, latent));
+        report(format("project_value %d heads", heads), m, us2, bytes_of(WeightKind::bf16, heads * v, latent),
+               2.0 * m * heads * v * latent);
         bench.clear();
     }
 }
@@ -272,7 +274,8 @@ void bench_experts(Bench& bench, const std::string& label, int count, int top_k,
         const double us = bench.time(sets, [&](int i) {
             bench.b.experts({{m, live}, x, set, routed[static_cast<size_t>(i)], weight, top_k, nullptr, y});
         });
-        report("experts " + label, m, us, distinct * expert_bytes, format("%.1f experts", distinct));
+        report("experts " + label, m, us, distinct * expert_bytes, 6.0 * m * top_k * hidden * inner,
+               format("%.1f experts", distinct));
         bench.clear();
     }
 }
@@ -325,7 +328,7 @@ void bench_attention(Bench& bench, int heads, const std::vector<int>& lengths, c
             });
             const double flop = 2.0 * m * heads * kv * (width + latent);
             report(format("attend %d heads, kv %d", heads, kv), m, us, static_cast<double>(kv) * width * 2,
-                   format("%.0f TFLOP/s", flop / us / 1e6));
+                   flop, format("%.0f TFLOP/s", flop / us / 1e6));
             bench.clear();
         }
     }
@@ -363,7 +366,7 @@ void bench_small(Bench& bench, int hidden, int experts, int top_k, int vocab) {
                                              ids,
                                              weight});
                           }),
-               bytes_of(WeightKind::bf16, experts, hidden));
+               bytes_of(WeightKind::bf16, experts, hidden), 2.0 * m * experts * hidden);
         int32_t* position = bench.array(std::vector<int32_t>(static_cast<size_t>(m), 5));
         SampleParams greedy, filtered;
         filtered.temperature = 0.8f;
@@ -481,7 +484,8 @@ void bench_tree(Bench& bench) {
         bench.b.commit({length, rows, zero, zero, width_kv, cache, layers, layer_bytes, layer_bytes});
     };
     const int sets = static_cast<int>(caches.size());
-    report("commit of 16 rows, 61 layers", 16, bench.time(sets, commit), 0);
+    const double moved = 2.0 * 16 * layers * width_kv * 2;  // read and written
+    report("commit of 16 rows, 61 layers", 16, bench.time(sets, commit), moved);
     accept.length = bench.array(std::vector<int32_t>{16});
     report("accept and commit, 61 layers", 16,
            bench.time(sets,
@@ -489,7 +493,7 @@ void bench_tree(Bench& bench) {
                           bench.b.accept(accept);
                           commit(i);
                       }),
-           0);
+           moved);
     bench.clear();
 }
 
@@ -530,7 +534,8 @@ void bench_round(Bench& bench) {
     std::sort(times.begin(), times.end());
     const double wall = times[times.size() / 2];
     report("round without a forward, wall clock", 1, wall, 0);
-    report("host turnaround between rounds", 1, wall - device, 0, format("%.2f us on the device", device));
+    report("host turnaround between rounds", 1, wall - device, 0, 0.0,
+           format("%.2f us on the device", device));
     bench.clear();
 }
 
@@ -605,14 +610,19 @@ int main(int argc, char** argv) {
             char date[32];
             const std::time_t now = std::time(nullptr);
             std::strftime(date, sizeof date, "%Y-%m-%d", std::gmtime(&now));
-            std::fprintf(f, "{\"device\": \"%s\", \"date\": \"%s\", \"replays\": %d, \"results\": [",
-                         backend.description().c_str(), date, o.replays);
+            const double read =
+                backend.read_rate(size_t{4} << 30, 5) / 1e9;  // the roof of the record's figures
+            std::fprintf(
+                f,
+                "{\"device\": \"%s\", \"date\": \"%s\", \"replays\": %d, \"read_gb_per_second\": %.1f, "
+                "\"results\": [",
+                backend.description().c_str(), date, o.replays, read);
             for (size_t i = 0; i < results.size(); ++i)
                 std::fprintf(f,
                              "%s\n  {\"name\": \"%s\", \"rows\": %d, \"us\": %.3f, \"floor_us\": %.3f, "
-                             "\"note\": \"%s\"}",
+                             "\"bytes\": %.0f, \"flops\": %.0f, \"note\": \"%s\"}",
                              i ? "," : "", results[i].name.c_str(), results[i].rows, results[i].microseconds,
-                             results[i].floor, results[i].note.c_str());
+                             results[i].floor, results[i].bytes, results[i].flops, results[i].note.c_str());
             std::fprintf(f, "\n]}\n");
             std::fclose(f);
         }

@@ -88,6 +88,11 @@ def rewritten(config: Mapping[str, Any], to: Target, jobs: Sequence[Job]) -> dic
     return made
 
 
+def bundle_model_type(fields: Mapping[str, float]) -> str:
+    """The architecture of a bundle, which has its numbers and not its name: what a config.json would call it."""
+    return "deepseek_v3" if fields["scoring"] == 0 else "deepseek_v2"
+
+
 def from_fields(config: ModelConfig, path: Path, jobs: Sequence[Job]) -> dict[str, Any]:
     """A config.json for a bundle, which has the numbers and not the words; `jobs` are the folder's tensors.
     EngineError ``unsupported`` for numbers that no config.json can say."""
@@ -105,7 +110,7 @@ def from_fields(config: ModelConfig, path: Path, jobs: Sequence[Job]) -> dict[st
     )  # fmt: skip
     made: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "model_type": bundle_model_type(fields),
         **{key: int(fields[key]) for key in integers},
         "num_key_value_heads": int(fields["num_attention_heads"]),
         **{key: int(fields[key]) or None for key in ("q_lora_rank", "n_routed_experts", "n_shared_experts")},

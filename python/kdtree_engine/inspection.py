@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from . import kdtr
 from .config import ModelConfig
+from .convert_config import bundle_model_type
 from .convert_source import Matrix, Source, Stored, open_source
 from .engine import text_side
 from .errors import EngineError, fail
@@ -76,8 +77,8 @@ def _inspect(path: Path) -> dict[str, Any]:
         folder = path.is_dir()
         return _report(
             path,
-            "Hugging Face folder" if folder else "KDTR v1",
-            source.config.model_type if folder else "bundle",
+            "Hugging Face folder" if folder else "KDTR v1, a bundle",
+            source.config.model_type if folder else bundle_model_type(source.config.fields),
             source.stored,
         ) | _of_model(source)
 

@@ -22,6 +22,7 @@ def test_a_second_deploy_sends_and_builds_nothing(box: Box) -> None:
     before = (box.root / "releases" / digest(box) / "release.json").stat().st_mtime_ns
     done = box.deploy()
     assert done.code == 0 and done.sent() == []
+    assert (done.record["commit"], done.record["dirty"]) == (None, None)  # the miniature is in no repository
     stages = [step["name"] for step in done.record["steps"]]
     assert "build" not in stages and "install" not in stages and "matrix" in stages
     assert (box.root / "releases" / digest(box) / "release.json").stat().st_mtime_ns == before

@@ -249,6 +249,31 @@ def test_only_listed_files_are_sent(tmp_path: Path) -> None:
     assert set(source.read(root).files) == good | {"cpp/new.h"}
 
 
+def test_the_commit_of_what_is_sent(tmp_path: Path) -> None:
+    """Catches a report that does not say what was deployed, one that calls a changed tree by its commit alone, and the
+    commit of a repository that only surrounds the tree."""
+    root = mini.write(tmp_path / "source")
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *who, *words], cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    alone = source.read(root)
+    assert (alone.commit, alone.dirty) == (None, None)
+    git("init", "-q", str(tmp_path))
+    assert source.read(root).commit is None
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-q", "-m", "one")
+    clean = source.read(root)
+    assert (clean.commit, clean.dirty) == (git("rev-parse", "HEAD"), False)
+    (root / "cpp/new.h").touch()
+    changed = source.read(root)
+    assert (changed.commit, changed.dirty) == (clean.commit, True)
+    assert clean.digest() == alone.digest()
+
+
 def test_digest_names_what_is_built(tmp_path: Path) -> None:
     """Catches two releases of one name, and one release of two names."""
     root = mini.write(tmp_path / "source")

@@ -80,6 +80,34 @@ def test_nothing_measured_is_nothing_shown(tmp_path: Path) -> None:
     assert "PASS" not in page and "identical" not in page and "GB/s" not in page
 
 
+@pytest.mark.parametrize(
+    ("latents", "said"),
+    [(True, "tokens, logits, latents identical"), (None, "tokens, logits identical"), (False, "1 DIFFER")],
+)
+def test_what_was_not_compared_is_not_identical(tmp_path: Path, latents: bool | None, said: str) -> None:
+    """Catches latents called identical in a run that did not look at them."""
+    leg = {"budget": 8, "tokens_equal": True, "logits_equal": True, "latents_equal": latents, "longest": 3}
+    file = tmp_path / "laws.json"
+    file.write_text(json.dumps({"shape": "tiny", "device": "d", "prompt": 4, "tokens": 9, "budgets": [leg]}))
+    page = html(build(read_all([file]), "t"))
+    assert re.findall(r"(?:tokens, logits[a-z, ]* identical|[0-9]+ DIFFER)", page) == [said]
+
+
+def test_cuda_figures_have_a_roofline(tmp_path: Path) -> None:
+    """Catches operations and bytes of kdtree-bench-cuda that the page drops, and a roof made up where none was read."""
+    op = {"name": "linear w4 7168x4096", "rows": 8, "us": 12.0, "floor_us": 3.8, "bytes": 16.5e6, "flops": 4.7e8}
+    unknown = {"name": "accept", "rows": 65, "us": 1.4, "floor_us": 0.0, "bytes": 0.0, "flops": 0.0}
+    record: dict[str, Any] = {"device": "a GPU", "date": "2026-01-02", "replays": 9, "results": [op, unknown]}
+    file = tmp_path / "ops.json"
+    file.write_text(json.dumps(record | {"read_gb_per_second": 4400.0}))
+    page = html(build(read_all([file]), "t"))
+    assert "Roofline" in page and "memory 4400.0 GB/s" in page
+    assert "linear w4 7168x4096, rows 8: 39166.7 GFLOP/s at 28 operations a byte" in page
+    assert "accept, rows 65: " not in page
+    file.write_text(json.dumps(record))
+    assert "Roofline" not in html(build(read_all([file]), "t"))
+
+
 def test_text_of_results_is_escaped(tmp_path: Path) -> None:
     """Catches a name of a benchmark, a machine or a file that becomes part of the page."""
     evil = "<script>alert(1)</script>"

@@ -22,6 +22,7 @@ from folders import write_folder as fp8_folder
 
 from kdtree_engine import Engine, kdtr
 from kdtree_engine.convert import convert
+from kdtree_engine.convert_config import bundle_model_type
 from kdtree_engine.convert_source import Stored
 from kdtree_engine.inspection import Group, groups, inspect_path
 
@@ -112,7 +113,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_containers_agree(source: Path, tmp_path: Path) -> None:
-    """Catches a form of a matrix that is counted in one container and not in the other."""
+    """Catches a form of a matrix that is counted in one container and not in the other, and a bundle that does not say
+    which architecture it is."""
     parameters = sum(t.size for t in tiny_models.weights(chat_models.CONFIG).values())
     for to in ("int4", "bf16", "f32"):
         convert(source, tmp_path / to, to=to)  # type: ignore[arg-type]
@@ -128,6 +130,9 @@ def test_containers_agree(source: Path, tmp_path: Path) -> None:
         ):
             assert folder[key] == bundle[key], key
         assert folder["parameters"] == parameters
+        assert bundle["container"] == "KDTR v1, a bundle"
+        assert bundle["architecture"] == "deepseek_v3" == bundle_model_type(bundle["config"])
+        assert bundle_model_type(bundle["config"] | {"scoring": 1.0}) == "deepseek_v2"
         shapes = 8 * folder["quantisation"].get("int4 (w4a16, groups of 32)", 0)  # a bundle has no weight_shape
         one, two = (
             {k: v for k, v in report["components"].items() if k != "config and other data"}

@@ -79,6 +79,8 @@ def write_record(plan: Plan, outcome: Outcome) -> None:
         "host": plan.target.name,
         "date": plan.options.date,
         "digest": plan.digest,
+        "commit": plan.source.commit,
+        "dirty": plan.source.dirty,
         "files": len(plan.source.files),
         "source_bytes": plan.source.size,
         "bench": plan.options.bench,

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +53,8 @@ class Source:
     """A source tree as it was when it was read.
 
     `files`: by path, '/' between components, sorted. `left_out`: paths in the listed folders that the allow
-    list does not take, generated files not counted.
+    list does not take, generated files not counted. `commit`: of the git repository whose top `root` is, None where
+    it is none; `dirty`: whether what is sent may differ from that commit (changed or untracked files).
     """
 
     root: Path
@@ -60,6 +62,8 @@ class Source:
     left_out: list[str] = field(default_factory=list)
     distribution: str = ""
     build_requires: tuple[str, ...] = ()
+    commit: str | None = None
+    dirty: bool | None = None
     python_floor: tuple[int, int] = (3, 11)
 
     @property
@@ -99,7 +103,27 @@ def read(root: Path) -> Source:
     if len(files) > MAX_FILES or total > MAX_BYTES:
         raise Refused(f"{root}: {len(files)} files of {total} bytes; {MAX_FILES} files, {MAX_BYTES} bytes at most")
     distribution, requires, floor = _project(root)
-    return Source(root, dict(sorted(files.items())), sorted(left_out), distribution, requires, floor)
+    commit, dirty = _commit(root)
+    return Source(root, dict(sorted(files.items())), sorted(left_out), distribution, requires, commit, dirty, floor)
+
+
+def _commit(root: Path) -> tuple[str | None, bool | None]:
+    """(None, None) where there is no git, no repository, or one that holds this tree as a folder of its own."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=60, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():
+        return None, None
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    return commit, None if commit is None or changes is None else bool(changes)
 
 
 def _walk(root: Path, folder: str, files: dict[str, SourceFile], left_out: list[str]) -> None:

@@ -92,7 +92,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Law:
-    """One model: what was compared, in how many budgets, and how many of those differ."""
+    """One model: what was compared, in how many budgets, and how many of those differ. latents: they were compared
+    too, in every budget."""
 
     name: str
     device: str
@@ -101,6 +102,7 @@ class Law:
     budgets: int
     different: int
     longest: int
+    latents: bool
 
 
 @dataclass(frozen=True)
@@ -353,13 +355,14 @@ def cuda_bench(top: Fields) -> Run:
     """A file of kdtree-bench-cuda: device times inside graphs, cold L2. Its floor is the bytes at a read rate of the
     same kind of GPU."""
     device = top.text("device")
+    read_rate = top.maybe_number("read_gb_per_second")
     figures = []
     for r in top.items("results"):
         us = r.number("us", 0.0)
         if us == 0.0:
             r.wrong("us", "a time above 0")
         floor = r.maybe_number("floor_us") or 0.0
-        size = r.maybe_number("bytes")
+        size = r.maybe_number("bytes") or None
         figures.append(
             Figure(
                 phase=CUDA_PHASE,
@@ -368,10 +371,11 @@ def cuda_bench(top: Fields) -> Run:
                 best=(r.maybe_number("best_us") or us) / 1e6,
                 bytes=size,
                 gb_per_second=None if size is None else size / us / 1e3,
-                flops=r.maybe_number("flops"),
+                flops=r.maybe_number("flops") or None,
                 floor_percent=100 * floor / us if floor else None,
                 floor_by="memory" if floor else "",
                 cache=r.maybe_text("cache") or "cold",
+                read=read_rate,
                 note=r.maybe_text("note") or "",
             )
         )
@@ -417,6 +421,7 @@ def law(run: Fields, name: str) -> Law:
         budgets=len(budgets),
         different=sum(any(b.value.get(key) is False for key in same) for b in budgets),
         longest=int(max((b.number("longest") for b in budgets), default=0)),
+        latents=bool(budgets) and all(b.value.get("latents_equal") is not None for b in budgets),
     )
 
 
