@@ -19,6 +19,7 @@
 #include "draft/planted.h"
 #include "draft/replay.h"
 #include "engine/budget.h"
+#include "engine/repetition.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -149,6 +150,13 @@ void bind_budget(nb::module_& m) {
             return std::vector<int>(CostTable::kSizes.begin(), CostTable::kSizes.end());
         });
 
+    nb::class_<Repetition>(m, "Repetition", "How much a text repeats itself.")
+        .def(nb::init<>())
+        .def(
+            "see", [](Repetition& r, const Ints& tokens) { r.see(tokens); }, "tokens"_a,
+            "The whole text so far.")
+        .def_prop_ro("share", &Repetition::share);
+
     nb::class_<Budget>(m, "Budget", "Decides who drafts and how many nodes are verified.")
         .def(
             "__init__",
@@ -160,7 +168,8 @@ void bind_budget(nb::module_& m) {
             "`tokens`: at most so many follow.")
         .def("expect_draft", &Budget::expect_draft, "source"_a, "seconds"_a,
              "What a draft of a source takes, known before the first.")
-        .def("sources", &Budget::sources, "available"_a, "costs"_a, "The sources to ask this round, as bits.")
+        .def("sources", &Budget::sources, "available"_a, "costs"_a, "repeats"_a = 0.0,
+             "The sources to ask this round, as bits.")
         .def(
             "choose",
             [](Budget& b, const Ints& token, const Ints& parent, const Ints& source, const Reals& weight,

@@ -24,6 +24,8 @@ constexpr double kSecondsBlend = 0.1;   // weight of one draft in what drafts ta
 constexpr double kValueBlend = 0.125;   // and in what they promise
 constexpr double kProbeBlend = 0.5;     // of a probe
 constexpr double kMostPrior = 0.5;  // tokens that a draft of a new text promises, whatever the last one's did
+constexpr double kRepeats = 0.3;    // share of repeated tokens at which a text invites drafts
+constexpr double kAdvance = 2.0;    // tokens that a look at such a text may be in debt
 constexpr int kFirstInterval = 2;   // rounds to the first probe of a source that was just closed; doubles
 constexpr int kProbe = 2;           // nodes that a probe verifies at least
 constexpr int kProbeReach = 16;     // nodes that it may add to a tree of another source
@@ -107,7 +109,7 @@ bool Budget::open(const DraftRecord::Source& s) const {
     return s.known && (s.value > 0.0 || credit(s) >= kTrust) && s.purse > -credit(s);
 }
 
-int Budget::sources(int available, const CostTable& costs) {
+int Budget::sources(int available, const CostTable& costs, double repeats) {
     asked_ = 0;
     if (!automatic()) return fixed_ == 0 ? 0 : available;
     if (!costs.plain_known()) return 0;
@@ -124,9 +126,11 @@ int Budget::sources(int available, const CostTable& costs) {
             asked_ |= bit;
         } else if (probing.wait > 0) {
             --probing.wait;
-        } else if (s.purse >=
-                   (s.known ? std::min(std::max(-s.value, kLeastProbe), price(s, costs)) : price(s, costs))) {
-            asked_ |= bit;
+        } else {
+            const double cost =
+                s.known ? std::min(std::max(-s.value, kLeastProbe), price(s, costs)) : price(s, costs);
+            const double advance = repeats >= kRepeats ? kAdvance : 0.0;
+            if (s.purse + advance >= cost) asked_ |= bit;
         }
     }
     first_ = false;

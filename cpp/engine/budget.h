@@ -79,8 +79,10 @@ class Budget {
     int max_nodes() const { return automatic() ? reach_ : fixed_; }
     const DraftRecord& record() const { return record_; }
 
-    // Which of the `available` sources to ask this round.
-    int sources(int available, const CostTable& costs);
+    // Which of the `available` sources to ask this round. `repeats`: the share of the last tokens that went
+    // on as the text did before (Repetition). Where it is high, drafts are likely to be right: a hint that
+    // costs nothing, on which a source is looked at a little earlier than its purse allows.
+    int sources(int available, const CostTable& costs, double repeats = 0.0);
     // Number of nodes to verify.
     int choose(const TreeView& tree, const CostTable& costs);
     void observe(const RoundOutcome& round, const CostTable& costs);

@@ -64,6 +64,7 @@ std::vector<float> Session::score(std::span<const int32_t> tokens) {
         if (!executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)},
                                    committed_, n, false, &cancel_)) {
             tokens_.resize(std::max<size_t>(before, committed_));
+            if (repetition_.seen() > tokens_.size()) repetition_ = {};
             fail(ErrorCode::invalid_argument, "cancelled while scoring");
         }
         for (int i = 0; i < n; ++i) {
@@ -184,6 +185,11 @@ std::array<double, 2> Session::draft(int asked, int max_depth, Proposal& proposa
     return seconds;
 }
 
+int Session::ask(int available) {
+    if (budget_.automatic()) repetition_.see(tokens_);
+    return budget_.sources(available, executor_->engine().costs(), repetition_.share());
+}
+
 // Before the first draft is paid for: what one of each source takes, the second time.
 void Session::time_drafts(int available, int max_depth) {
     for (const int bit : {kFromTable, kFromPath}) {
@@ -213,7 +219,7 @@ StepResult Session::round() {
         time_drafts(available, max_depth);
     }
     // Who is asked may have been decided, and the draft begun, at the end of the last round.
-    const int asked = next_asked_ >= 0 ? next_asked_ : available ? budget_.sources(available, costs) : 0;
+    const int asked = next_asked_ >= 0 ? next_asked_ : available ? ask(available) : 0;
     next_asked_ = -1;
 
     Proposal proposal;
@@ -312,7 +318,7 @@ void Session::begin_next_draft(int available) {
     if (!feeds_draft_model_ || params_.trace || !executor_->engine().backend().queues()) return;
     if (budget_.automatic() && !(costs.measured() && budget_.draft_timed(kFromTable))) return;
     if (executor_->context() - 2 - committed_ <= 0) return;
-    next_asked_ = budget_.sources(available, costs);
+    next_asked_ = ask(available);
     if (!(next_asked_ & kFromTable)) return;
     Stopwatch watch;
     draft_model_->begin(tokens_.back());
@@ -341,6 +347,7 @@ void Session::rewind(int length) {
         fail(ErrorCode::invalid_argument, "rewind to %d tokens; the session holds %zu", length,
              tokens_.size());
     tokens_.resize(length);
+    if (repetition_.seen() > tokens_.size()) repetition_ = {};
     committed_ = std::min(committed_, length);
     if (draft_model_) draft_model_->rewind(committed_);
     executor_->shrink(sequence_, committed_);

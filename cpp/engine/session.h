@@ -13,6 +13,7 @@
 #include "draft/drafter.h"
 #include "engine/budget.h"
 #include "engine/executor.h"
+#include "engine/repetition.h"
 
 namespace kdt {
 
@@ -103,6 +104,7 @@ class Session {
     StepResult round();
     // Asks the drafters of `asked` sources; seconds by source.
     std::array<double, 2> draft(int asked, int max_depth, Proposal& proposal);
+    int ask(int available);  // which sources to ask next
     void time_drafts(int available, int max_depth);
     void begin_next_draft(int available);
     // Appends what was emitted and says whether, and why, the generation ends here.
@@ -120,6 +122,7 @@ class Session {
     bool feeds_draft_model_ = false;  // the target's taps are kept for the draft model
     std::optional<DFlashSequence> draft_model_;
     Budget budget_{0};
+    Repetition repetition_;
     std::string budget_of_;  // the drafter that it has learned about
     int next_asked_ = -1;    // sources of the next round, where its draft was begun; -1: not decided
     double begin_seconds_ = 0.0;

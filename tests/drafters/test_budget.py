@@ -123,6 +123,46 @@ def test_drafts_that_cost_five_steps_and_pay_are_found() -> None:
     assert min(rates) > 0.94 and np.mean(rates[6:]) > 1.3
 
 
+def test_a_text_that_repeats_itself_is_looked_at_early() -> None:
+    """Catches a hint that nobody hears, and one that is believed: drafts that are never right cost no more with it
+    than one advance, however long it lasts."""
+    memory = Memory()
+    for seed in range(6):  # teaches that drafts bring nothing
+        simulate(quiet(dense, 0.5, useful=lambda t: False, seed=seed), ANSWER, memory=memory)
+    turned = dict(useful=lambda t: t >= 40)
+    first: list[int] = []
+    for repeats in (lambda t: 0.0, lambda t: float(t >= 42)):
+        world = quiet(dense, 0.5, seed=7, **turned)
+        taught = Memory()
+        taught.costs, taught.budget = memory.costs, memory.budget
+        rounds = simulate(world, 4 * ANSWER, memory=taught, repeats=repeats).rounds
+        first.append(min((at for at, _, _, new in rounds if new > 2), default=4 * ANSWER))
+    assert first[1] < 60 and first[0] > first[1], first
+    rates = [
+        against_plain(
+            simulate(quiet(dense, 0.5, useful=lambda t: False), 4 * ANSWER, memory=memory, repeats=lambda t: 1.0), dense
+        )
+        for _ in range(4)
+    ]
+    assert min(rates) > 0.975
+
+
+def test_how_much_a_text_repeats_itself() -> None:
+    """Catches a share that counts tokens instead of how the text went on, one that never falls, and a text that is
+    counted twice when it is seen in parts."""
+    text = [*range(20), *range(5, 20)]
+    whole, parts = _native.Repetition(), _native.Repetition()
+    whole.see(text)
+    for end in range(len(text) + 1):
+        parts.see(text[:end])
+    assert whole.share == parts.share == pytest.approx(1 - (7 / 8) ** 12)
+    other = _native.Repetition()
+    other.see([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 1, 2, 3, 7])  # 2 3 x -> 1 and the like were never seen twice
+    assert other.share == 0.0
+    whole.see([*text, *range(100, 140)])
+    assert whole.share < 0.01
+
+
 @pytest.mark.parametrize("cost", ["sparse_moe", "dense"])
 def test_a_text_of_another_kind_may_follow(cost: str) -> None:
     """Catches a session that trusts what an earlier text taught, for as long as that text lasted: in either way."""

@@ -163,7 +163,13 @@ class Memory:
         self.budget: _native.Budget | None = None
 
 
-def simulate(world: World, tokens: int, fixed: int = -1, memory: Memory | None = None) -> Outcome:
+def simulate(
+    world: World,
+    tokens: int,
+    fixed: int = -1,
+    memory: Memory | None = None,
+    repeats: Callable[[int], float] = lambda emitted: 0.0,
+) -> Outcome:
     """One answer of `tokens` tokens in the world; `fixed` >= 0: with that budget always. `memory`: of the engine, a
     fresh one where none is given. As in the engine, costs and one draft are timed before the first is paid for."""
     memory = memory or Memory()
@@ -176,7 +182,7 @@ def simulate(world: World, tokens: int, fixed: int = -1, memory: Memory | None =
                 costs.measure(world.seconds)
             budget.expect_draft(TABLE, world.draft_seconds)
             budget.expect_draft(PATH, PATH_SECONDS)
-        asked = budget.sources(world.available, costs)
+        asked = budget.sources(world.available, costs, repeats(emitted))
         tree = world.draft(asked)
         nodes = budget.choose(*tree.arrays, costs)
         path, new = world.walk(tree, nodes, emitted)
