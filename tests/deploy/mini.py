@@ -31,10 +31,15 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     files[info + "/METADATA"] = (b"Metadata-Version: 2.1\\nName: kdtree-engine\\nVersion: 0.1.0\\n"
                                  b"Provides-Extra: test\\n")
     files[info + "/WHEEL"] = b"Wheel-Version: 1.0\\nGenerator: mini\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+    script = pathlib.Path("python/bench_cuda.py")  # what a build with CUDA brings along
+    if script.exists():
+        files["kdtree_engine-0.1.0.data/scripts/kdtree-bench-cuda"] = b"#!python\\n" + script.read_bytes()
     record = "".join(f"{n},,\\n" for n in files) + info + "/RECORD,,\\n"
     with zipfile.ZipFile(os.path.join(wheel_directory, name), "w") as z:
         for n, data in files.items():
-            z.writestr(n, data)
+            entry = zipfile.ZipInfo(n)
+            entry.external_attr = (0o100755 if "/scripts/" in n else 0o100644) << 16
+            z.writestr(entry, data)
         z.writestr(info + "/RECORD", record)
     return name
 '''

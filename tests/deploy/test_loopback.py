@@ -230,6 +230,30 @@ def test_phases_and_benchmarks_run_there(box: Box) -> None:
     box.recovers()
 
 
+def test_the_benchmark_of_cuda_ops_runs_where_a_gpu_is(box: Box) -> None:
+    """Catches a --bench that leaves the GPU out, or fails for want of one. The miniature's doctor says what there
+    is."""
+    script, doctor = box.source / "python/bench_cuda.py", box.source / "python/kdtree_engine/cli.py"
+    before = doctor.read_text()
+    phase = box.source / "bench/phase1_x"
+    phase.mkdir(parents=True)
+    (phase / "ops.txt").write_text("")
+    script.write_text("import sys\nopen(sys.argv[sys.argv.index('--out') + 1], 'w').write('{\"replays\": 1}')\n")
+    for device, ran in (("cpu", False), ("cuda:0", True)):
+        doctor.write_text(f"print('{{\"uses\": {{\"device\": \"{device}\"}}}}')\n")
+        done = box.deploy("--bench")
+        steps = {step["name"]: step["code"] for step in done.record["steps"]}
+        assert steps["bench-cuda"] == 0, done.err
+        assert done.report is not None and (done.report / "bench-cuda.json").exists() is ran
+        assert ("NOT RUN (no GPU" in done.err) is not ran
+    done = box.deploy("--bench", "--phase", "3")
+    assert "bench-cuda" not in [step["name"] for step in done.record["steps"]]
+    script.unlink()
+    shutil.rmtree(box.source / "bench")
+    doctor.write_text(before)
+    box.recovers()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
 def test_addresses_and_ports(box: Box, address: str, tmp_path: Path) -> None:
     """Catches an IPv6 address that ssh wants bare and rsync in brackets, and a port that only one of them gets."""

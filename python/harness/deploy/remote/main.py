@@ -123,6 +123,24 @@ class Deploy:
         if self.request["bench"]:
             options = ["-o", "addopts=", "--benchmark-only", "--benchmark-json=" + os.path.join(results, "bench.json")]
             self.pytest("bench", options, python, results)
+            self.bench_cuda(results)
+
+    def bench_cuda(self, results: str) -> None:
+        """The ops of the CUDA backend, beside the benchmarks of phase 1 (kernels): where the release was built with
+        CUDA and the doctor found a GPU that it runs on."""
+        program = os.path.join(self.installer.release, "venv/bin/kdtree-bench-cuda")
+        try:
+            with open(os.path.join(results, "doctor.json")) as f:
+                device = str(json.load(f)["uses"]["device"])
+        except (ValueError, KeyError, TypeError):
+            device = "unknown"
+        if self.request["phases"] and 1 not in self.request["phases"]:
+            return
+        if not os.path.isfile(program) or not device.startswith("cuda"):
+            with Stage(self.link, "bench-cuda") as stage:
+                stage.note("NOT RUN (no GPU that this release runs on)")
+            return
+        self.check("bench-cuda", [program, "--out", os.path.join(results, "bench-cuda.json")])
 
     def check(self, name: str, argv: list[str], output: str | None = None) -> None:
         """One check; the first failure becomes the deploy's exit code. output: a file for what it prints."""
