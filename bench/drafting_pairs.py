@@ -2,8 +2,8 @@
 
     python bench/drafting_pairs.py --corpus DIR [--json RECORD] [--pairs 30] [--tokens 128] [--temperature 0.7]
 
-Every choice runs right before or right behind a plain run of the same prompt, all choices in turn, prompts rotating:
-what else the machine does hits both of a pair. A pair is one ratio; a cell is the median of its ratios with a 95 %
+Every choice runs beside a plain run of the same prompt, at most one other run between them, all choices in turn,
+prompts rotating: what else the machine does hits both of a pair. A pair is one ratio; a cell is the median of its ratios with a 95 %
 bootstrap interval. The clock runs from the first token to the last, so the prompt is outside and all of the engine's
 and Python's work behind it is inside. A choice whose tokens differ from the plain ones ends the script. On the CPU
 every ratio is taken a second time, in processor seconds of this process: while others want the same cores, a short run
@@ -40,6 +40,7 @@ TREES = (4, 8, 16, 32)
 FIXED = ("chain", *(f"tree {n}" for n in TREES))
 CHOICES = (*FIXED, "auto", "auto + ngram")
 RANDOM = "random"
+BESIDE = 4  # choices that share a plain run
 CLOCKS = ("clock", "processor time")
 
 
@@ -93,11 +94,10 @@ def measure(engine: Engine, given: list[list[int]], pairs: int, tokens: int, tem
     for i in range(pairs):
         prompt = given[i % len(given)]
         sampling = {"temperature": temperature, "seed": i} if temperature else {}
-        for at in range(0, len(CHOICES), 2):  # one choice, plain, the next one: a plain run beside each
-            runs = {
-                choice: timed(engine, choice, prompt, tokens, **sampling)
-                for choice in (CHOICES[at], "plain", *CHOICES[at + 1 : at + 2])
-            }
+        for at in range(0, len(CHOICES), BESIDE):  # a plain run in the middle of a few choices
+            turn = list(CHOICES[at : at + BESIDE])
+            turn.insert(len(turn) // 2, "plain")
+            runs = {choice: timed(engine, choice, prompt, tokens, **sampling) for choice in turn}
             plain, expected = runs.pop("plain")
             for choice, (rate, result) in runs.items():
                 if result.tokens != expected.tokens:
