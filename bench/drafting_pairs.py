@@ -3,11 +3,12 @@
     python bench/drafting_pairs.py --corpus DIR [--json RECORD] [--pairs 30] [--tokens 128] [--temperature 0.7]
 
 Every choice runs beside a plain run of the same prompt, at most one other run between them, all choices in turn,
-prompts rotating: what else the machine does hits both of a pair. A pair is one ratio; a cell is the median of its ratios with a 95 %
-bootstrap interval. The clock runs from the first token to the last, so the prompt is outside and all of the engine's
-and Python's work behind it is inside. A choice whose tokens differ from the plain ones ends the script. On the CPU
-every ratio is taken a second time, in processor seconds of this process: while others want the same cores, a short run
-may fit between their turns where a long one cannot, and the clock is then unfair to the slower of a pair.
+prompts rotating: what else the machine does hits both of a pair. A pair is one ratio; a cell is the median of its
+ratios with a 95 % bootstrap interval. The clock runs from the first token to the last, so the prompt is outside and
+all of the engine's and Python's work behind it is inside. A choice whose tokens differ from the plain ones ends the
+script. On the CPU every ratio is taken a second time, in processor seconds of this process: while others want the same
+cores, a short run may fit between their turns where a long one cannot, and the clock is then unfair to the slower of a
+pair.
 
 DIR is a folder that `python -m harness.train corpus` made. "random" is text of random tokens: a random prompt, and
 answers sampled at temperature 1e6, of which no draft can know anything. MODEL and its draft model: the demo model
