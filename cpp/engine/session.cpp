@@ -8,6 +8,12 @@
 
 namespace kdt {
 
+namespace {
+
+constexpr double kShortDraft = 0.05;  // seconds: a draft that may be made twice to be timed
+
+}  // namespace
+
 const char* finish_name(Finish finish) {
     switch (finish) {
         case Finish::none:
@@ -190,14 +196,17 @@ int Session::ask(int available) {
     return budget_.sources(available, executor_->engine().costs(), repetition_.share());
 }
 
-// Before the first draft is paid for: what one of each source takes, the second time.
+// Before the first draft is paid for: what one of each source takes, the second time where that is short.
 void Session::time_drafts(int available, int max_depth) {
     for (const int bit : {kFromTable, kFromPath}) {
         if (!(available & bit) || budget_.draft_timed(bit)) continue;
         for (int time = 0; time < 2; ++time) {
             Proposal proposal;
             const std::array<double, 2> seconds = draft(bit, max_depth, proposal);
-            if (time > 0) budget_.expect_draft(bit, seconds[bit == kFromTable ? 0 : 1]);
+            const double took = seconds[bit == kFromTable ? 0 : 1];
+            if (time == 0 && took < kShortDraft) continue;
+            budget_.expect_draft(bit, took);
+            break;
         }
     }
 }
