@@ -98,6 +98,20 @@ KDT_CASE(rms_norm) {
             b.rms_norm({{1, live.data()}, y.data(), width, w, eps, width, y.data()});
             expect_same(y.get(), got, "in place");
         }
+        // x on its way elsewhere, in rows further apart: as it was, and nothing behind the live rows
+        for (const int apart : {width + 3, 3 * width}) {
+            const int rows = 3;
+            const std::vector<float> before(static_cast<size_t>((rows + 1) * apart), -7.0f);
+            const Device<float> dx(b, x);
+            Device<float> y(b, static_cast<size_t>((rows + 1) * width)), copy(b, before);
+            const Device<int32_t> live = scalar(b, rows);
+            b.rms_norm(
+                {{rows + 1, live.data()}, dx.data(), stride, w, eps, width, y.data(), copy.data(), apart});
+            std::vector<float> wanted = before;
+            for (int i = 0; i < rows; ++i)
+                std::copy_n(x.data() + i * stride, width, wanted.data() + i * apart);
+            expect_same(copy.get(), wanted, format("a copy of width %d, rows %d apart", width, apart));
+        }
         check_purity(format("rms_norm of width %d", width), random, pool, run);
     }
 }
