@@ -1,4 +1,5 @@
-// What the attention kernels share: which keys a part has, and how two partial softmaxes become one.
+// What the attention kernels share: which keys a row and a block have, and how two partial softmaxes become
+// one.
 #pragma once
 
 #include "backend/cuda/attention.h"
@@ -16,10 +17,10 @@ __device__ __forceinline__ KeySpan key_span(const RowBatch& batch, int row) {
     return {prefix, ancestors, prefix + ancestors};
 }
 
-// Splits [first, last) of block b.
-__device__ __forceinline__ int2 splits_of_block(int b, bool by_group) {
-    if (!by_group) return make_int2(b, b + 1);
-    return make_int2(split_of(group_start(b)), split_of(group_start(b + 1)));
+// Splits [first, last) of block b of a row's blocks: none where there are more blocks than splits.
+__device__ __forceinline__ int2 splits_of_block(int b, int blocks, int keys) {
+    if (keys <= 0) return make_int2(0, 0);
+    return make_int2(share_border(b, blocks, keys), share_border(b + 1, blocks, keys));
 }
 
 // Factors with which an older and a newer partial softmax enter their union, and the union's maximum.

@@ -17,13 +17,12 @@ struct AttentionArgs {
     float* part;       // [slice rows, heads, parts, latent] unnormalised outputs
     float2* state;     // [slice rows, heads, parts] running maximum (of scaled scores, base 2) and sum
     int parts;         // splits of the longest row
-    bool by_group;     // a block takes a group of splits in turn; otherwise one split
-    int blocks;        // groups or splits
+    int blocks;        // (or clusters) that share a row's splits; the launches below set it
     float* out;        // [rows, heads, latent]
 };
 
 void launch_attend_bf16(const GemmLaunch& l, const AttentionArgs& args);
-void launch_attend_f32(const GemmLaunch& l, const AttentionArgs& args);
+void launch_attend_f32(const GemmLaunch& l, AttentionArgs args);
 void launch_attend_merge(const GemmLaunch& l, const AttentionArgs& args);
 
 }  // namespace kdt::cuda

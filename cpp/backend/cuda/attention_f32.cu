@@ -1,5 +1,4 @@
-// Attention in float32, for exactness: one row, one head, one part of its keys a block; and the merge of
-// parts, which both precisions share.
+// Attention in float32, for exactness: one row, one head, one run of its splits a block.
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/launch.h"
 
@@ -20,8 +19,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
     const int row = a.rows.first + static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
     const int width = a.latent + a.rope;
     const KeySpan span = key_span(a.batch, row);
-    const int2 splits = splits_of_block(static_cast<int>(blockIdx.x), a.by_group);
-    if (split_start(splits.x) >= span.count) return;
+    const int2 splits = splits_of_block(static_cast<int>(blockIdx.x), a.blocks, span.count);
+    if (splits.x >= splits.y) return;
 
     float* const q = reinterpret_cast<float*>(ptx::shared_memory());
     float* const p = q + (width + 1) / 2 * 2;
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
         q[c] = load_activation(a.q + (static_cast<long long>(row) * a.heads + head) * width + c);
 
     const long long row_at = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts;
-    for (int split = splits.x; split < splits.y && split_start(split) < span.count; ++split) {
+    for (int split = splits.x; split < splits.y; ++split) {
         float o[kMaxColumns] = {}, m = -INFINITY, l = 0.0f;
         const int end = min(split_start(split + 1), span.count);
         for (int start = split_start(split); start < end; start += kChunkSize) {
@@ -78,59 +77,14 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
     }
 }
 
-// Splits fold into groups and groups into the row's output, both in order; then one division.
-__global__ void __launch_bounds__(kThreads) merge(const AttentionArgs a) {
-    ptx::grid_launch_next();
-    ptx::grid_wait();
-    if (static_cast<int>(blockIdx.z) >= a.rows.live_count()) return;
-    const int row = a.rows.first + static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
-    const int column = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-    if (column >= a.latent) return;
-    const int keys = key_span(a.batch, row).count;
-    const long long base = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts;
-    const float* const part = a.part + base * a.latent + column;
-    const float2* const state = a.state + base;
-
-    float total = 0.0f;
-    float2 total_state = make_float2(-INFINITY, 0.0f);
-    for (int g = 0; group_start(g) < keys; ++g) {
-        const int first = split_of(group_start(g)), last = split_of(min(group_start(g + 1), keys) - 1);
-        float sum = __ldcg(part + static_cast<long long>(first) * a.latent);
-        float2 sum_state = __ldcg(state + first);
-#pragma unroll 4
-        for (int s = first + 1; s <= last; ++s) {
-            const float2 next = __ldcg(state + s);
-            const float value = __ldcg(part + static_cast<long long>(s) * a.latent);
-            const Fold f = fold(sum_state.x, next.x);
-            sum = folded(f, sum, value);
-            sum_state = make_float2(f.maximum, folded(f, sum_state.y, next.y));
-        }
-        if (g == 0) {
-            total = sum;
-            total_state = sum_state;
-        } else {
-            const Fold f = fold(total_state.x, sum_state.x);
-            total = folded(f, total, sum);
-            total_state = make_float2(f.maximum, folded(f, total_state.y, sum_state.y));
-        }
-    }
-    a.out[(static_cast<long long>(row) * a.heads + head) * a.latent + column] =
-        keys > 0 ? total / total_state.y : 0.0f;
-}
-
 }  // namespace
 
-void launch_attend_f32(const GemmLaunch& l, const AttentionArgs& args) {
+void launch_attend_f32(const GemmLaunch& l, AttentionArgs args) {
+    args.blocks = attention_blocks(args.rows.count * args.heads, args.parts, 4 * l.sms);
     const int width = args.latent + args.rope;
     const int shared = ((width + 1) / 2 * 2 + kChunkSize + 2) * 4 + kChunkSize * 8;
     launch<attend_f32>(
         {l.stream, l.device, l.name, dim3(args.blocks, args.heads, args.rows.count), kThreads, shared}, args);
-}
-
-void launch_attend_merge(const GemmLaunch& l, const AttentionArgs& args) {
-    launch<merge>({l.stream, l.device, l.name,
-                   dim3((args.latent + kThreads - 1) / kThreads, args.heads, args.rows.count), kThreads},
-                  args);
 }
 
 }  // namespace kdt::cuda

@@ -60,6 +60,8 @@ void set_output(GemmArgs& a, float* y, long long stride, int head_stride, Store 
 struct AttentionCut {
     int parts, rows;
     size_t row_bytes;
+
+    size_t bytes() const { return static_cast<size_t>(rows) * row_bytes + aligned(1); }
 };
 
 AttentionCut cut_attention(int rows, int keys, int heads, int latent) {
@@ -111,7 +113,7 @@ void CudaBackend::reserve_workspace(const WorkspaceSizes& s) {
                                               s.intermediate));
     if (s.rows > 0 && s.heads > 0 && s.latent > 0) {
         const AttentionCut cut = cut_attention(s.rows, s.positions + kMaxAncestors, s.heads, s.latent);
-        bytes = std::max(bytes, static_cast<size_t>(cut.rows) * cut.row_bytes);
+        bytes = std::max(bytes, cut.bytes());
     }
     check(cudaSetDevice(device_), "the workspace of ops");
     workspace(bytes);
@@ -212,7 +214,7 @@ void CudaBackend::attend(const AttendArgs& args) {
     if (rows < 1) return;
     const GemmLaunch l = at("attend");
     const AttentionCut cut = cut_attention(rows, keys, args.heads, args.latent);
-    unsigned char* const space = workspace(static_cast<size_t>(cut.rows) * cut.row_bytes);
+    unsigned char* const space = workspace(cut.bytes());
     AttentionArgs a{};
     a.batch = args.batch;
     a.cache = args.cache;
@@ -222,13 +224,11 @@ void CudaBackend::attend(const AttendArgs& args) {
     a.rope = args.rope;
     a.scale_log2 = args.scale * kLog2E;
     a.parts = cut.parts;
-    a.by_group = rows > kRowsForSplitBlocks;
-    a.blocks = attention_blocks(rows, keys);
     a.out = args.out;
     a.state = reinterpret_cast<float2*>(space);
-    a.part =
-        reinterpret_cast<float*>(a.state + static_cast<size_t>(cut.rows) * static_cast<size_t>(args.heads) *
-                                               static_cast<size_t>(cut.parts));
+    a.part = reinterpret_cast<float*>(
+        space + aligned(static_cast<size_t>(cut.rows) * static_cast<size_t>(args.heads) *
+                        static_cast<size_t>(cut.parts) * sizeof(float2)));
     for (int first = 0; first < rows; first += cut.rows) {
         a.rows = {args.rows.live, first, std::min(cut.rows, rows - first)};
         if (bf16_)

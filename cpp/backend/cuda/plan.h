@@ -109,52 +109,57 @@ inline size_t rounded_bytes(int rows, int heads, int in) {
 // ----------------------------------------------------------------------------------------------------------------
 // attention
 
-// Split s covers virtual positions [split_start(s), split_start(s + 1)); splits are whole chunks and grow
-// with distance. Group g folds whole splits. Changing any of these numbers changes bits.
+// Split s covers virtual positions [split_start(s), split_start(s + 1)): whole chunks, more of them with
+// distance. Changing any of these numbers changes bits.
 KDT_HOST_DEVICE int split_start(int s) {
-    if (s <= 8) return s * 128;                 // to 1,024
-    if (s <= 36) return 1024 + (s - 8) * 256;   // to 8,192
-    if (s <= 84) return 8192 + (s - 36) * 512;  // to 32,768
-    return 32768 + (s - 84) * 1024;
+    if (s <= 8) return s * 128;                   // to 1,024
+    if (s <= 20) return 1024 + (s - 8) * 256;     // to 4,096
+    if (s <= 44) return 4096 + (s - 20) * 512;    // to 16,384
+    if (s <= 92) return 16384 + (s - 44) * 1024;  // to 65,536
+    return 65536 + (s - 92) * 2048;
 }
 
 // The split that holds virtual position p; the number of splits of n keys is split_of(n - 1) + 1.
 KDT_HOST_DEVICE int split_of(int p) {
     if (p < 1024) return p / 128;
-    if (p < 8192) return 8 + (p - 1024) / 256;
-    if (p < 32768) return 36 + (p - 8192) / 512;
-    return 84 + (p - 32768) / 1024;
+    if (p < 4096) return 8 + (p - 1024) / 256;
+    if (p < 16384) return 20 + (p - 4096) / 512;
+    if (p < 65536) return 44 + (p - 16384) / 1024;
+    return 92 + (p - 65536) / 2048;
 }
 
-KDT_HOST_DEVICE int group_start(int g) {       // a position
-    if (g <= 4) return g * 1024;               // to 4,096
-    if (g <= 6) return 4096 + (g - 4) * 2048;  // to 8,192
-    return 8192 + (g - 6) * 4096;
+// The first split of block b of the `blocks` that share a row's splits, as evenly as whole splits allow.
+// Fixes no bit: a split's sums are its own.
+KDT_HOST_DEVICE int share_border(int b, int blocks, int keys) {
+    if (b >= blocks) return split_of(keys - 1) + 1;
+    const int at = static_cast<int>(static_cast<int64_t>(keys) * b / blocks), s = split_of(at);
+    return at - split_start(s) > split_start(s + 1) - at ? s + 1 : s;
 }
 
-KDT_HOST_DEVICE int group_of(int p) {
-    if (p < 4096) return p / 1024;
-    if (p < 8192) return 4 + (p - 4096) / 2048;
-    return 6 + (p - 8192) / 4096;
-}
-
-// Rows up to which every split gets a block of its own; with more, a block takes the splits of a group in
-// turn.
-inline constexpr int kRowsForSplitBlocks = 8;
 // Rows of one attention launch: bounds the partial results that wait for their merge.
 inline constexpr int kAttentionRows = 72;
 // Rows of one pass of the experts: bounds their intermediate results.
 inline constexpr int kExpertRows = 512;
 
-// Partial results (of one row and head) that an attention over `keys` keys at most writes, and the blocks
-// that write them.
+// Partial results (of one row and head) that an attention over `keys` keys at most writes.
 inline int attention_parts(int keys) {
     return keys <= 0 ? 1 : split_of(keys - 1) + 1;
 }
 
-inline int attention_blocks(int rows, int keys) {
-    if (keys <= 0) return 1;
-    return rows <= kRowsForSplitBlocks ? split_of(keys - 1) + 1 : group_of(keys - 1) + 1;
+// Blocks that share a row's splits, for `jobs` rows (times tiles of heads) on `slots` blocks at a time: what
+// takes the least time at a usual length. Starting a block costs about as much as kStart keys.
+inline int attention_blocks(int jobs, int parts, int slots) {
+    constexpr int kUsual = 4096, kStart = 192;
+    int best = 1;
+    int64_t least = INT64_MAX;
+    for (int blocks = 1; blocks <= std::min(parts, std::max(slots, 1)); ++blocks) {
+        const int64_t waves = (static_cast<int64_t>(jobs) * blocks + slots - 1) / std::max(slots, 1);
+        const int64_t time = waves * (kUsual / blocks + kStart);
+        if (time >= least) continue;
+        least = time;
+        best = blocks;
+    }
+    return best;
 }
 
 }  // namespace kdt::cuda

@@ -117,6 +117,56 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// Barriers 1 to 15 among whole warps of a block, `threads` in all: of those, some wait for everybody and some
+// only say that they have been there. What a thread wrote before is seen by those who wait.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+    __syncwarp();
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void meet_later(int barrier, int threads) {
+    __syncwarp();
+    asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Barriers in shared memory (mbarrier), for warps that work at their own pace. A barrier's phase ends when
+// `count` arrivals have come; then the next begins. Phase n of a barrier, from 0, has parity n % 2. What a
+// thread of the block wrote before it arrived is seen by whoever has waited.
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Arrives at the barrier that block `rank` of the cluster has at the same place: tells that what this thread
+// has read may be overwritten, not what it has written.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// Arrives and adds `bytes` to what the phase waits for: cluster_store_async takes them off again.
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives when every earlier copy_async_16 of this thread has landed. The barrier counts the thread.
+__device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Returns when the phase of this parity has ended. It has not when the one before it has not.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // 16 or 8 bytes of read-only data that nobody will want again from this SM; nothing is read, and the result
 // is anything, unless `wanted`.
 __device__ __forceinline__ uint4 load_streaming(const void* global, bool wanted = true) {
@@ -169,6 +219,20 @@ __device__ __forceinline__ uint32_t cluster_load_word(const void* mine, uint32_t
 
 __device__ __forceinline__ float cluster_load(const float* mine, uint32_t rank) {
     return __uint_as_float(cluster_load_word(mine, rank));
+}
+
+// Writes to block `rank`'s shared memory, at the place that `mine` has in the caller's; then takes 16 bytes
+// off what that block's `barrier` waits for: whoever has waited there sees them.
+__device__ __forceinline__ void cluster_store_async(uint32_t mine, float4 v, uint32_t barrier,
+                                                    uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 at, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%3, %4, %5, %6}, "
+        "[at];\n}" ::"r"(mine),
+        "r"(barrier), "r"(rank), "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)),
+        "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
+        : "memory");
 }
 
 }  // namespace kdt::cuda::ptx

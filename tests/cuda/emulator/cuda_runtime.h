@@ -76,6 +76,12 @@ const void* cluster_address(const void* mine, unsigned rank);
 void copy_async(void* to, const void* from, bool valid);
 void copy_async_commit();
 void copy_async_wait(int pending);
+void copy_async_arrive(void* barrier);
+void meet(int barrier, int threads, bool waits);
+void barrier_init(void* barrier, int count);
+void barrier_arrive(void* barrier, int bytes = 0);
+void store_async(void* to, const void* from, void* barrier);
+void barrier_wait(void* barrier, int parity);
 
 // All lanes of a warp bring `bytes` of input and get `bytes_out` of output; the last one to arrive runs
 // `compute` on everyone's input ([32], absent lanes marked in `present`).

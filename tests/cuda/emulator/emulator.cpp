@@ -69,7 +69,7 @@ struct Block {
     dim3 index;
     unsigned rank = 0;
     int live = 0;
-    Barrier barrier;
+    Barrier barrier, named[16];
     std::unique_ptr<Guarded> shared;
     std::vector<WarpState> warps;
 };
@@ -77,6 +77,21 @@ struct Block {
 struct Copy {
     unsigned char* to;
     unsigned char data[16];
+};
+
+// An mbarrier, in the eight bytes of shared memory that a kernel gives it.
+struct MemoryBarrier {
+    uint16_t count, missing;
+    int16_t bytes;  // that stores have yet to bring
+    uint8_t phase, magic;
+};
+constexpr uint8_t kMagic = 0xBA;
+
+// What one thread has sent on its way to a barrier: copies, of which it arrives when they land, or stores, of
+// which the barrier awaits the bytes.
+struct Delivery {
+    std::vector<Copy> copies;
+    bool arrives;
 };
 
 }  // namespace
@@ -100,6 +115,7 @@ std::vector<std::unique_ptr<Thread>> threads;
 std::vector<unsigned char*> stacks;
 Barrier cluster;
 int cluster_live = 0;
+std::map<MemoryBarrier*, std::vector<Delivery>> deliveries;  // made when somebody waits at the barrier
 jmp_buf scheduler;
 const std::function<void()>* body = nullptr;
 bool progress = false;
@@ -207,6 +223,42 @@ void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
         idle = progress ? 0 : idle + 1;
         if (idle > kMostIdlePasses) die("deadlock");
     }
+    if (!deliveries.empty()) die("a block ended with an asynchronous copy in flight");
+}
+
+MemoryBarrier* memory_barrier(void* at) {
+    auto* const barrier = static_cast<MemoryBarrier*>(at);
+    if (barrier->magic != kMagic) die("a barrier that was not initialised");
+    return barrier;
+}
+
+void advance(MemoryBarrier& barrier) {
+    if (barrier.missing > 0 || barrier.bytes != 0) return;
+    barrier.missing = barrier.count;
+    ++barrier.phase;
+    progress = true;
+}
+
+void arrive(MemoryBarrier& barrier) {
+    if (barrier.missing == 0) die("more arrivals at a barrier than it counts");
+    --barrier.missing;
+    advance(barrier);
+}
+
+void deliver(MemoryBarrier* barrier) {
+    const auto found = deliveries.find(barrier);
+    if (found == deliveries.end()) return;
+    const std::vector<Delivery> all = std::move(found->second);
+    deliveries.erase(found);
+    for (const Delivery& d : all) {
+        for (const Copy& copy : d.copies) std::memcpy(copy.to, copy.data, 16);
+        if (d.arrives) {
+            arrive(*barrier);
+            continue;
+        }
+        barrier->bytes = static_cast<int16_t>(barrier->bytes - static_cast<int>(d.copies.size() * 16));
+        advance(*barrier);
+    }
 }
 
 }  // namespace
@@ -214,6 +266,15 @@ void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
 void block_barrier() {
     Block& block = *current->block;
     wait(block.barrier, block.live);
+}
+
+void meet(int barrier, int threads, bool waits) {
+    if (barrier < 1 || barrier > 15 || threads % 32 != 0) die("no such barrier");
+    Barrier& named = current->block->named[barrier];
+    if (waits)
+        wait(named, threads);
+    else if (arrive(named, threads))
+        open(named);
 }
 
 void cluster_barrier() {
@@ -255,6 +316,40 @@ void copy_async_wait(int pending) {
     for (size_t i = 0; i < finished; ++i)
         for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.data, 16);
     groups.erase(groups.begin(), groups.begin() + static_cast<ptrdiff_t>(finished));
+}
+
+void copy_async_arrive(void* at) {
+    Delivery delivery{{}, true};
+    for (auto& group : current->groups)
+        delivery.copies.insert(delivery.copies.end(), group.begin(), group.end());
+    current->groups.assign(1, {});
+    deliveries[memory_barrier(at)].push_back(std::move(delivery));
+}
+
+void store_async(void* to, const void* from, void* at) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0) die("an asynchronous store that is not 16-byte aligned");
+    Copy copy{static_cast<unsigned char*>(to), {}};
+    std::memcpy(copy.data, from, 16);
+    std::memset(to, 0xFF, 16);
+    deliveries[memory_barrier(at)].push_back({{copy}, false});
+}
+
+void barrier_init(void* at, int count) {
+    if (reinterpret_cast<uintptr_t>(at) % 8 != 0) die("a barrier that is not 8-byte aligned");
+    if (count < 1 || count > 65535) die("a barrier for no thread or for more than 65535");
+    const auto n = static_cast<uint16_t>(count);
+    *static_cast<MemoryBarrier*>(at) = {n, n, 0, 0, kMagic};
+}
+
+void barrier_arrive(void* at, int bytes) {
+    MemoryBarrier* const barrier = memory_barrier(at);
+    barrier->bytes = static_cast<int16_t>(barrier->bytes + bytes);
+    arrive(*barrier);
+}
+
+void barrier_wait(void* at, int parity) {
+    MemoryBarrier* const barrier = memory_barrier(at);
+    for (deliver(barrier); barrier->phase % 2 == parity; deliver(barrier)) yield();
 }
 
 void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes) {

@@ -41,8 +41,9 @@ KDT_CASE(weights_that_are_not_finite_are_refused) {
     m = random_matrix(random, WeightKind::w4a16, DType::f32, 20, 64);
     m.scales[2] = 3e38f;
     expect_error(ErrorCode::not_finite, "in row 1 of 20", [&] { b.upload_matrix(m.host(), "layer.w"); });
-    expect_error(ErrorCode::not_finite, "norm has nan at index 1",
-                 [&] { b.upload_vector(std::vector<float>{1.0f, NAN}, "norm"); });
+    expect_error(ErrorCode::not_finite, "norm has nan at index 1", [&] {
+        b.upload_vector(std::vector<float>{1.0f, NAN}, "norm");
+    });
     m = random_matrix(random, WeightKind::w4a16, DType::f32, 20, 64);
     b.upload_matrix(m.host(), "a good one");
 }
@@ -57,8 +58,9 @@ KDT_CASE(shapes_that_do_not_fit_are_refused) {
     expect_error(ErrorCode::bad_model, "shape [4, 0]", [&] { b.upload_matrix(h, "w"); });
     const Weight w = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 16, 32).host(), "w");
     const Weight v = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 16, 64).host(), "v");
-    expect_error(ErrorCode::invalid_argument, "one shape was expected",
-                 [&] { b.gated_linear({{1, nullptr}, nullptr, w, v, nullptr}); });
+    expect_error(ErrorCode::invalid_argument, "one shape was expected", [&] {
+        b.gated_linear({{1, nullptr}, nullptr, w, v, nullptr});
+    });
     const Weight t = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 32, 16).host(), "t");
     const Weight t16 =
         b.upload_matrix(random_matrix(random, WeightKind::bf16, DType::f32, 32, 16).host(), "t");
@@ -100,13 +102,16 @@ KDT_CASE(fixed_tables) {
         if (start % kChunkSize != 0 || end <= start || split_of(start) != s || split_of(end - 1) != s)
             failed("split %d covers [%d, %d)", s, start, end);
     }
-    for (int g = 0; g < 60; ++g) {
-        const int start = group_start(g), end = group_start(g + 1);
-        if (end <= start || group_of(start) != g || group_of(end - 1) != g ||
-            split_start(split_of(start)) != start)
-            failed("group %d covers [%d, %d)", g, start, end);
-    }
-    count_checks(360);
+    // every split of a row has exactly one block, whatever the number of blocks
+    for (const int keys : {1, 64, 129, 1024, 4097, 8192, 40000, 131072})
+        for (const int blocks : {1, 2, 5, 66, 132}) {
+            bool whole = share_border(0, blocks, keys) == 0 &&
+                         share_border(blocks, blocks, keys) == split_of(keys - 1) + 1;
+            for (int b = 0; b < blocks; ++b)
+                whole = whole && share_border(b, blocks, keys) <= share_border(b + 1, blocks, keys);
+            if (!whole) failed("%d keys are not shared by %d blocks", keys, blocks);
+        }
+    count_checks(340);
     // whatever the row count, a block fits, every row tile has a warp and every token a block
     for (const int rows : {1, 8, 9, 16, 17, 32, 33, 65, 72, 73, 500})
         for (const int out : {1, 16, 33, 144, 576, 4096, 36864, 163840})

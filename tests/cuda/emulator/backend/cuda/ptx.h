@@ -141,6 +141,29 @@ void copy_async_wait() {
     kdt_emulator::copy_async_wait(Pending);
 }
 
+inline void meet(int barrier, int threads) {
+    kdt_emulator::meet(barrier, threads, true);
+}
+inline void meet_later(int barrier, int threads) {
+    kdt_emulator::meet(barrier, threads, false);
+}
+inline void barrier_init(uint32_t barrier, int count) {
+    kdt_emulator::barrier_init(shared_memory() + barrier, count);
+}
+inline void barrier_arrive(uint32_t barrier, uint32_t rank) {
+    kdt_emulator::barrier_arrive(
+        const_cast<void*>(kdt_emulator::cluster_address(shared_memory() + barrier, rank)));
+}
+inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+    kdt_emulator::barrier_arrive(shared_memory() + barrier, bytes);
+}
+inline void copy_async_arrive(uint32_t barrier) {
+    kdt_emulator::copy_async_arrive(shared_memory() + barrier);
+}
+inline void barrier_wait(uint32_t barrier, int parity) {
+    kdt_emulator::barrier_wait(shared_memory() + barrier, parity);
+}
+
 inline uint4 load_streaming(const void* global, bool wanted = true) {
     return wanted ? *static_cast<const uint4*>(global) : uint4{};
 }
@@ -159,6 +182,11 @@ inline void cluster_sync() {
 }
 inline uint32_t cluster_load_word(const void* mine, uint32_t rank) {
     return *static_cast<const uint32_t*>(kdt_emulator::cluster_address(mine, rank));
+}
+inline void cluster_store_async(uint32_t mine, float4 v, uint32_t barrier, uint32_t rank) {
+    kdt_emulator::store_async(
+        const_cast<void*>(kdt_emulator::cluster_address(shared_memory() + mine, rank)), &v,
+        const_cast<void*>(kdt_emulator::cluster_address(shared_memory() + barrier, rank)));
 }
 inline float cluster_load(const float* mine, uint32_t rank) {
     return __uint_as_float(cluster_load_word(mine, rank));
