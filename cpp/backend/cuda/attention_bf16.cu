@@ -22,8 +22,12 @@ namespace {
 
 using namespace bf16_attention;
 
+// With 16 heads two blocks fit an SM of sm_90 (and one of sm_120, which has the shared memory for no more).
+template <int MT>
+constexpr int kBlocksPerSm = MT == 1 ? 2 : 1;
+
 template <int MT, class Shape>
-__global__ void __launch_bounds__(kThreads, 1) attend(const AttentionArgs a) {
+__global__ void __launch_bounds__(kThreads<MT>, kBlocksPerSm<MT>) attend(const AttentionArgs a) {
     ptx::grid_launch_next();
     Shared<MT>& sm = *reinterpret_cast<Shared<MT>*>(ptx::shared_memory());
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -33,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const AttentionArgs a) {
     if (thread < kSets * 4) sm.rescale[thread / 4][thread % 4] = 0;
     // The odd unit of the last mma step is zero for good; copies never touch it.
     if (Shape::columns(a, part.rank).units() % 2 != 0)
-        for (int i = thread; i < kStages * kStepKeys * kMostUnits; i += kThreads)
+        for (int i = thread; i < kStages * kStepKeys * kMostUnits; i += kThreads<MT>)
             reinterpret_cast<uint4*>(sm.keys[0])[i] = make_uint4(0, 0, 0, 0);
 
     ptx::grid_wait();
@@ -51,19 +55,16 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const AttentionArgs a) {
     __syncthreads();
     // Queries pass through the last stages while the first keys travel; the cluster meets when they have been
     // taken up and the barriers of both blocks are ready.
-    if (warp >= kScoreWarps) {
-        Loader<Shape, MT> loader(a, part, sm, warp - kScoreWarps, lane);
+    if (warp >= kScoreWarps<MT>) {
+        Loader<Shape, MT> loader(a, part, sm, warp - kScoreWarps<MT>, lane);
         for (int i = 0; i < kFirstStages; ++i) loader.load(i);
         stage_queries<Shape, MT>(a, part, sm.keys[kFirstStages], thread);
         __syncthreads();
-        output<Shape>(a, part, sm, loader, warp - kScoreWarps, lane);
+        output<Shape>(a, part, sm, loader, warp - kScoreWarps<MT>, lane);
     } else {
         stage_queries<Shape, MT>(a, part, sm.keys[kFirstStages], thread);
         __syncthreads();
-        if (warp % 4 < MT)
-            score<Shape>(a, part, sm, warp % 4, warp / 4, lane);
-        else
-            ptx::cluster_sync();
+        score<Shape>(a, part, sm, warp % MT, warp / MT, lane);
     }
     __syncwarp();
     ptx::cluster_sync();  // the partner writes to this block's memory no more
@@ -72,9 +73,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const AttentionArgs a) {
 template <int MT, class Shape>
 void launch_as(const GemmLaunch& l, AttentionArgs args) {
     const int tiles = (args.heads + MT * 16 - 1) / (MT * 16);
-    args.blocks = attention_blocks(args.rows.count * tiles, args.parts, l.sms / 2);
+    args.blocks = attention_blocks(args.rows.count * tiles, args.parts, l.sms * kBlocksPerSm<MT> / 2);
     launch<attend<MT, Shape>>({l.stream, l.device, l.name, dim3(args.blocks * 2, tiles, args.rows.count),
-                               kThreads, static_cast<int>(sizeof(Shared<MT>)), 2},
+                               kThreads<MT>, static_cast<int>(sizeof(Shared<MT>)), 2},
                               args);
 }
 

@@ -14,8 +14,11 @@ constexpr int kMostUnits = 36;   // a unit is 8 columns, 16 bytes: half of 512 +
 constexpr int kKeyBytes = kMostUnits * 16;
 constexpr int kMostSteps = kMostUnits / 2;  // mma steps of 16 columns
 constexpr int kSets = 2;                    // of score warps: steps in turn
-constexpr int kScoreWarps = 4 * kSets, kOutputWarps = 4;
-constexpr int kThreads = (kScoreWarps + kOutputWarps) * 32;
+constexpr int kOutputWarps = 4;
+template <int MT>
+constexpr int kScoreWarps = (kSets * MT);
+template <int MT>
+constexpr int kThreads = (kScoreWarps<MT> + kOutputWarps) * 32;
 constexpr int kOutputTiles = 32 / kOutputWarps;  // tiles of 8 columns of an output warp
 // A head's reference maximum moves only when a score exceeds it by more than 2^8: rescaling becomes rare, and
 // P, up to 256, is as exact as below 1.

@@ -12,11 +12,11 @@ template <class Shape, int MT>
 __device__ __forceinline__ void stage_queries(const AttentionArgs& a, const Part& part, unsigned char* to,
                                               int thread) {
     const Columns c = Shape::columns(a, part.rank);
-    constexpr int kQuads = kMostUnits * 2, kTurns = (MT * 16 * kQuads + kThreads - 1) / kThreads;
+    constexpr int kQuads = kMostUnits * 2, kTurns = (MT * 16 * kQuads + kThreads<MT> - 1) / kThreads<MT>;
     float4 v[kTurns];
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-        const int n = thread + i * kThreads, head = n / kQuads, quad = n % kQuads;
+        const int n = thread + i * kThreads<MT>, head = n / kQuads, quad = n % kQuads;
         v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (head < min(MT * 16, a.heads - part.head0) && (Shape::kWhole || quad / 2 < c.units()))
             v[i] = load_activation4(
@@ -25,7 +25,7 @@ __device__ __forceinline__ void stage_queries(const AttentionArgs& a, const Part
     }
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-        const int n = thread + i * kThreads, head = n / kQuads, quad = n % kQuads;
+        const int n = thread + i * kThreads<MT>, head = n / kQuads, quad = n % kQuads;
         if (head < MT * 16)
             *reinterpret_cast<uint2*>(to + head * kKeyBytes + unit_at(quad / 2, head) + quad % 2 * 8) =
                 make_uint2(ptx::pack_bf16(v[i].x, v[i].y), ptx::pack_bf16(v[i].z, v[i].w));
