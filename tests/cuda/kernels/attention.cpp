@@ -170,13 +170,12 @@ std::vector<int> lengths(const Shape& s) {
         return s.latent == 512 ? std::vector<int>{1, 64, 130}
                                : std::vector<int>{1, 63, 64, 65, 128, 1023, 1025, 1300};
     return {1,    2,    63,   64,   65,   127,  128,   129,   1023, 1024,
-            1025, 4095, 4096, 4097, 8191, 8193, 32767, 32768, 32769};
+            1025, 4095, 4096, 4097, 8193, 16383, 16384, 16385, 32769};
 }
 
 }  // namespace
 
-// A key that is missed or counted twice at a chunk, page, split or group border; a wrong scale; a head too
-// many.
+// A key that is missed or counted twice at a step, page or split border; a wrong scale; a head too many.
 KDT_CASE(attend_is_softmax_over_the_keys) {
     Random random(21);
     for (const std::string precision : {"bf16", "f32"}) {
@@ -233,8 +232,8 @@ KDT_CASE(gathered_keys_equal_committed_keys) {
     }
 }
 
-// A row that feels its neighbours, its place, or the way in which the row count cuts the work (a block a
-// split, or a block a group of splits).
+// A row that feels its neighbours, its place, or the way in which the row count cuts the work (a block has one
+// split of the row, some, or all).
 KDT_CASE(attend_rows_are_pure) {
     Random random(23);
     for (const std::string precision : {"bf16", "f32"}) {
