@@ -169,7 +169,7 @@ std::vector<int> lengths(const Shape& s) {
     if (options().small)
         return s.latent == 512 ? std::vector<int>{1, 64, 130}
                                : std::vector<int>{1, 63, 64, 65, 128, 1023, 1025, 1300};
-    return {1,    2,    63,   64,   65,   127,  128,   129,   1023, 1024,
+    return {1,    2,    63,   64,   65,   127,   128,   129,   1023, 1024,
             1025, 4095, 4096, 4097, 8193, 16383, 16384, 16385, 32769};
 }
 
@@ -232,8 +232,8 @@ KDT_CASE(gathered_keys_equal_committed_keys) {
     }
 }
 
-// A row that feels its neighbours, its place, or the way in which the row count cuts the work (a block has one
-// split of the row, some, or all).
+// A row that feels its neighbours, its place, or the way in which the row count cuts the work (a block has
+// one split of the row, some, or all).
 KDT_CASE(attend_rows_are_pure) {
     Random random(23);
     for (const std::string precision : {"bf16", "f32"}) {
