@@ -7,6 +7,8 @@
 
 namespace kdt::cuda {
 
+inline constexpr int kStateSets = 2;
+
 struct AttentionArgs {
     RowSpan rows;
     RowBatch batch;
@@ -15,7 +17,8 @@ struct AttentionArgs {
     int heads, latent, rope;
     float scale_log2;  // softmax scale * log2(e)
     float* part;       // [slice rows, heads, parts, latent] unnormalised outputs
-    float2* state;     // [slice rows, heads, parts] running maximum (of scaled scores, base 2) and sum
+    float2* state;     // [slice rows, heads, parts, kStateSets] maximum (of scaled scores, base 2) and sum of
+                       // the split's even and odd steps; the outputs refer to the larger maximum
     int parts;         // splits of the longest row
     int blocks;        // (or clusters) that share a row's splits; the launches below set it
     float* out;        // [rows, heads, latent]

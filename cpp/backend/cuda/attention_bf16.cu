@@ -83,7 +83,10 @@ void launch_as(const GemmLaunch& l, AttentionArgs args) {
 
 void launch_attend_bf16(const GemmLaunch& l, const AttentionArgs& args) {
     if (args.latent != 512 || args.rope != 64) return launch_as<4, AnyShape>(l, args);
-    if (args.heads > 16) return launch_as<4, ReleasedShape>(l, args);
+    // A single row with few keys has few clusters: of 16 heads there are more, as long as each block has an
+    // SM.
+    const bool few_clusters = args.rows.count == 1 && 2 * args.parts * ((args.heads + 15) / 16) <= l.sms;
+    if (args.heads > 16 && !few_clusters) return launch_as<4, ReleasedShape>(l, args);
     launch_as<1, ReleasedShape>(l, args);
 }
 

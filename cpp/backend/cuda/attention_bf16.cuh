@@ -13,7 +13,7 @@ constexpr int kFirstStages = 2;  // filled at the start, while queries pass thro
 constexpr int kMostUnits = 36;   // a unit is 8 columns, 16 bytes: half of 512 + 64
 constexpr int kKeyBytes = kMostUnits * 16;
 constexpr int kMostSteps = kMostUnits / 2;  // mma steps of 16 columns
-constexpr int kSets = 2;                    // of score warps: steps in turn
+constexpr int kSets = kStateSets;           // of score warps: steps in turn
 constexpr int kOutputWarps = 4;
 template <int MT>
 constexpr int kScoreWarps = (kSets * MT);
@@ -69,7 +69,7 @@ struct Shared {
     float4 score[kSets][MT][4][32];  // the partner's sums: [column tile][lane], as an accumulator has them
     uint4 weight[kSets][MT][2][32];  // P: [mma step][lane], as an A fragment has it
     float factor[kSets][MT * 16];    // of the output so far
-    float2 state[kSets][MT * 16];    // reference maximum after a step, and at a set's last step its sum
+    float maximum[kSets][MT * 16];   // the heads' reference maxima after a step
     uint8_t rescale[kSets][4];       // whether any factor of a tile differs from 1
     uint64_t loaded[kStages];        // K
     uint64_t met[kSets][MT], read[kSets][MT];  // the partner's sums here; one's own there
@@ -91,7 +91,7 @@ __device__ __forceinline__ void wait(uint64_t& barrier, int turn) {
 }
 
 // Barriers among warps of the block, each for one set: P is written (score warps to output warps), P is read
-// (back), and a tile's state is passed on to the other set.
+// (back), and a tile's maxima are passed on to the other set.
 enum Meeting { kWeighed = 1, kUsed = kWeighed + kSets, kPassed = kUsed + kSets };
 template <int MT>
 constexpr int kMeetingThreads = (MT + kOutputWarps) * 32;

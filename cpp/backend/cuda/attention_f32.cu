@@ -73,7 +73,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
         for (int i = 0; i < kMaxColumns; ++i)
             if (thread + i * kThreads < a.latent)
                 a.part[(row_at + split) * a.latent + thread + i * kThreads] = o[i];
-        if (thread == 0) a.state[row_at + split] = make_float2(m, l);  // warp 0 holds the state
+        if (thread < kStateSets)  // warp 0 holds the state: all of it in the first place
+            a.state[(row_at + split) * kStateSets + thread] =
+                thread == 0 ? make_float2(m, l) : make_float2(-INFINITY, 0.0f);
     }
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kClasses = 4, kLanes = 64;  // a lane has one vector of columns
 constexpr int kThreads = kClasses * kLanes;
-constexpr int kAhead = 8;  // splits of a class whose sums are on their way at a time
+constexpr int kAhead = 6;  // splits of a class whose sums are on their way at a time
 
 template <int kVector>
 struct Vector {
@@ -26,9 +26,9 @@ __device__ __forceinline__ Vector<kVector> load_sums(const float* from) {
     return sums;
 }
 
-// Of one row and head: M = the greatest of the splits' maxima; o = the sum of w o_s and l = the sum of w l_s
-// with w = 2^(m_s - M), each as four sums (s mod 4) in ascending order by fma, which are added as (0 + 1) +
-// (2 + 3); then o / l.
+// Of one row and head: M = the greatest of the splits' maxima; o = the sum of w o_s with w = 2^(m_s - M), and
+// l = the sum of 2^(m - M) l of the split's two sums, even steps first; each as four sums (s mod 4) in
+// ascending order by fma, which are added as (0 + 1) + (2 + 3); then o / l.
 template <int kVector>
 __global__ void __launch_bounds__(kThreads) merge(const AttentionArgs a) {
     ptx::grid_launch_next();
@@ -40,31 +40,36 @@ __global__ void __launch_bounds__(kThreads) merge(const AttentionArgs a) {
     const int column = (static_cast<int>(blockIdx.x) * kLanes + lane) * kVector;
     const int keys = key_span(a.batch, row).count, splits = keys > 0 ? split_of(keys - 1) + 1 : 0;
     const long long base = (static_cast<long long>(blockIdx.z) * a.heads + head) * a.parts;
-    const float2* const state = a.state + base;
+    static_assert(kStateSets == 2);
+    const float4* const state = reinterpret_cast<const float4*>(a.state) + base;
     const float* const part = a.part + base * a.latent + (column < a.latent ? column : 0);
 
     float greatest = -INFINITY, l = 0.0f;
     Vector<kVector> o{};
     for (int first = group; first < splits; first += kClasses * kAhead) {
         Vector<kVector> sums[kAhead];
-        float2 of[kAhead];
+        float4 of[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             const int s = first + i * kClasses;
-            of[i] = make_float2(-INFINITY, 0.0f);
+            of[i] = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
             if (s >= splits) continue;
             of[i] = __ldcg(state + s);
             sums[i] = load_sums<kVector>(part + static_cast<long long>(s) * a.latent);
         }
         if (first == group) {  // while the first sums travel
-            for (int s = thread % 32; s < splits; s += 32) greatest = fmaxf(greatest, __ldcg(state + s).x);
+            for (int s = thread % 32; s < splits; s += 32) {
+                const float4 both = __ldcg(state + s);
+                greatest = fmaxf(greatest, fmaxf(both.x, both.z));
+            }
             greatest = warp_max(greatest);
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             if (first + i * kClasses >= splits) continue;
-            const float w = ptx::exp2_approx(of[i].x - greatest);
-            l = fmaf(w, of[i].y, l);
+            const float w = ptx::exp2_approx(fmaxf(of[i].x, of[i].z) - greatest);
+            l = fmaf(ptx::exp2_approx(of[i].x - greatest), of[i].y, l);
+            l = fmaf(ptx::exp2_approx(of[i].z - greatest), of[i].w, l);
 #pragma unroll
             for (int c = 0; c < kVector; ++c) o.v[c] = fmaf(w, sums[i].v[c], o.v[c]);
         }

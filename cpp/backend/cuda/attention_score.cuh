@@ -179,23 +179,19 @@ __device__ __forceinline__ void score(const AttentionArgs& a, const Part& part, 
         }
 
         // the maxima that the step before left, and what this one makes of them
-        float top[2], maximum[2], factor[2], other_sum[2] = {0.0f, 0.0f}, other_of[2];
+        float top[2], maximum[2], factor[2];
         step_maximum(x, top);
         if (i > 0) ptx::meet(kPassed + (set ^ 1) * 4 + tile, 64);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float2 before = i > begin ? sm.state[set ^ 1][head + r * 8] : make_float2(-INFINITY, 0.0f);
-            const bool moves = top[r] * a.scale_log2 > before.x + kSlack;
-            maximum[r] = moves ? top[r] * a.scale_log2 : before.x;
-            factor[r] = moves ? ptx::exp2_approx(before.x - maximum[r]) : 1.0f;
-            other_of[r] = before.x;
-            other_sum[r] = before.y;
+            const float before = i > begin ? sm.maximum[set ^ 1][head + r * 8] : -INFINITY;
+            const bool moves = top[r] * a.scale_log2 > before + kSlack;
+            maximum[r] = moves ? top[r] * a.scale_log2 : before;
+            factor[r] = moves ? ptx::exp2_approx(before - maximum[r]) : 1.0f;
         }
-        const bool closes = i + 1 >= end, hands_over = i + 2 == end;
         if (lane % 4 == 0)
-            for (int r = 0; r < 2; ++r) sm.state[set][head + r * 8].x = maximum[r];
-        const bool passes = i + 1 < part.steps;
-        if (passes && !hands_over) ptx::meet_later(kPassed + set * 4 + tile, 64);
+            for (int r = 0; r < 2; ++r) sm.maximum[set][head + r * 8] = maximum[r];
+        if (i + 1 < part.steps) ptx::meet_later(kPassed + set * 4 + tile, 64);
 
         uint4 weight[2];
         softmax.weigh(x, a.scale_log2, maximum, weight);
@@ -207,23 +203,17 @@ __device__ __forceinline__ void score(const AttentionArgs& a, const Part& part, 
         if (lane == 0) sm.rescale[set][tile] = rescale;
         ptx::meet_later(kWeighed + set, kMeetingThreads<MT>);
 
-        // the split's sum: the other set's, which it handed over with its last step, and this one's
-        if (hands_over || closes) {
+        if (i + kSets >= end) {  // this set's last step of the split; of a split of one step, the other's too
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float sum = quad_sum(softmax.sum[r]);
-                if (lane % 4 != 0) continue;
-                if (hands_over) {
-                    sm.state[set][head + r * 8].y = sum;
-                } else if (part.rank == 0 && part.head0 + head + r * 8 < a.heads) {
-                    const float factor_of_other = ptx::exp2_approx(other_of[r] - maximum[r]);
-                    a.state[(static_cast<long long>(blockIdx.z) * a.heads + part.head0 + head + r * 8) *
-                                a.parts +
-                            split] =
-                        make_float2(maximum[r], i > begin ? fmaf(other_sum[r], factor_of_other, sum) : sum);
-                }
+                const int h = part.head0 + head + r * 8;
+                if (part.rank != 0 || lane % 4 != 0 || h >= a.heads) continue;
+                float2* const to =
+                    a.state + ((static_cast<long long>(blockIdx.z) * a.heads + h) * a.parts + split) * kSets;
+                to[set] = make_float2(maximum[r], sum);
+                if (end - begin == 1) to[set ^ 1] = make_float2(-INFINITY, 0.0f);
             }
-            if (hands_over) ptx::meet_later(kPassed + set * 4 + tile, 64);
         }
     }
 }

@@ -67,7 +67,7 @@ struct AttentionCut {
 AttentionCut cut_attention(int rows, int keys, int heads, int latent) {
     AttentionCut cut{attention_parts(keys), 0, 0};
     cut.row_bytes = static_cast<size_t>(heads) * static_cast<size_t>(cut.parts) *
-                    (static_cast<size_t>(latent) * sizeof(float) + sizeof(float2));
+                    (static_cast<size_t>(latent) * sizeof(float) + kStateSets * sizeof(float2));
     cut.rows = static_cast<int>(std::clamp<size_t>(kAttentionBytes / cut.row_bytes, 1,
                                                    static_cast<size_t>(std::min(rows, kAttentionRows))));
     return cut;
@@ -228,7 +228,7 @@ void CudaBackend::attend(const AttendArgs& args) {
     a.state = reinterpret_cast<float2*>(space);
     a.part = reinterpret_cast<float*>(
         space + aligned(static_cast<size_t>(cut.rows) * static_cast<size_t>(args.heads) *
-                        static_cast<size_t>(cut.parts) * sizeof(float2)));
+                        static_cast<size_t>(cut.parts) * kStateSets * sizeof(float2)));
     for (int first = 0; first < rows; first += cut.rows) {
         a.rows = {args.rows.live, first, std::min(cut.rows, rows - first)};
         if (bf16_)
