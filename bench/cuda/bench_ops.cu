@@ -565,7 +565,7 @@ int main(int argc, char** argv) {
         std::printf("%s\n", backend.description().c_str());
         Bench bench(backend, o);
         const auto w4 = WeightKind::w4a16, bf16 = WeightKind::bf16;
-        const std::vector<int> all = {1, 8, 16, 32, 64, 128, 256}, few = {1, 8, 16, 64};
+        const std::vector<int> all = {1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256}, few = {1, 8, 16, 64};
         if (bench.wants("linear")) {
             bench_linear(bench, "", w4, 4096, 7168, all);
             bench_linear(bench, "", w4, 7168, 2048, few);

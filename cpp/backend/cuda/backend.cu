@@ -89,7 +89,7 @@ size_t experts_bytes(int rows, int top_k, int experts, int hidden, int intermedi
 
 GemmLaunch CudaBackend::at(const char* op) {
     check(cudaSetDevice(device_), op);
-    return {stream_, device_, op, sms_};
+    return {stream_, device_, op, machine_.sms, machine_};
 }
 
 unsigned char* CudaBackend::workspace(size_t bytes) {
@@ -130,7 +130,7 @@ void CudaBackend::product(const char* op, WeightKind kind, const GemmArgs& args,
             launch_fma_gemm(l, kind, a, experts);
             continue;
         }
-        if (a.rows.count > kFewRows) {
+        if (a.rows.count > few_rows(kind, a.out, a.heads, a.store == Store::gated, a.in, machine_)) {
             void* const rounded = workspace(rounded_bytes(a.rows.count, a.heads, a.in));
             launch_round_activations(l, a, rounded);
             a.rounded = rounded;

@@ -107,7 +107,7 @@ class CudaBackend final : public Backend {
     void repack(const HostMatrix& matrix, unsigned char* to, const std::string& name);
 
     int device_ = 0;
-    int sms_ = 1;
+    Machine machine_{1, {1, 1, 1, 1}};
     bool bf16_ = true;
     std::string description_;
     cudaStream_t stream_ = nullptr;

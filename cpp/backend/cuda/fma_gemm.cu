@@ -174,8 +174,7 @@ void launch_fma_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args,
 }
 
 void launch_gemm(const GemmLaunch& l, WeightKind kind, const GemmArgs& args, int experts) {
-    const int matrices = (experts > 0 ? kUsualExperts : args.heads) * (args.store == Store::gated ? 2 : 1);
-    const int splits = k_splits(tiles_of_head(args.out, args.heads) * matrices, args.in);
+    const int splits = product_splits(args.out, args.heads, args.store == Store::gated, experts > 0, args.in);
     switch (kind) {
         case WeightKind::f32:
             return launch_gemm_f32(l, args, experts, splits);

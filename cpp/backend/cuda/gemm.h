@@ -53,7 +53,11 @@ struct GemmLaunch {
     int device;
     const char* name;
     int sms;
+    Machine machine;
 };
+
+// What cut_gemm wants to know of the current device, whose blocks have up to `shared_bytes`.
+Machine look_at_machine(int sms, size_t shared_bytes);
 
 // Activations of a product in bf16, in the order in which gemm_many reads them: [group of tokens][head][64
 // columns], each [k32][token tile][lane] 8 values, zero past the live rows and past the last column.

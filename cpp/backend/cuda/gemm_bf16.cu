@@ -4,7 +4,7 @@
 namespace kdt::cuda {
 
 void launch_gemm_bf16(const GemmLaunch& l, const GemmArgs& args, int experts, int splits) {
-    args.rounded != nullptr ? launch_many<Bf16Stream<4>>(l, args, splits)
+    args.rounded != nullptr ? launch_many<Bf16Stream<1>>(l, args, splits)
                             : launch_few<Bf16Stream<8>, Bf16Stream<4>>(l, args, experts, splits);
 }
 

@@ -2,7 +2,8 @@
 // becomes of their sums.
 //
 // Grid: x the K-splits (one cluster), y blocks of row tiles, z (head, group of tokens) or the active expert.
-// A warp owns two row tiles over one K-split: 32 outputs, or 16 of gate and the same 16 of up.
+// A pair of row tiles over one K-split is 32 outputs, or 16 of gate and the same 16 of up: of one warp, or of
+// several that have different tokens.
 #pragma once
 
 #include "backend/cuda/gemm.h"
@@ -31,18 +32,18 @@ struct BlockRows {
           last_tile((first_row + a.out - 1) / kTileRows) {}
 };
 
-// Where a warp's weights begin. Tiles past the last are those of the last: they stay inside the matrix, and
-// their sums are not stored.
+// Where the weights of a pair begin. Tiles past the last are those of the last: they stay inside the matrix,
+// and their sums are not stored.
 struct WarpWeights {
     const unsigned char* from[2];
     bool busy;
     int block0, blocks;  // of 64 columns
 
     __device__ __forceinline__ WarpWeights(const GemmArgs& a, const BlockRows& rows,
-                                           const unsigned char* const (&base)[2], int warp, int warps) {
+                                           const unsigned char* const (&base)[2], int pair, int pairs) {
         const bool gated = a.store == Store::gated;
         const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
-        const int tile = rows.first_tile + (static_cast<int>(blockIdx.y) * warps + warp) * (gated ? 1 : 2);
+        const int tile = rows.first_tile + (static_cast<int>(blockIdx.y) * pairs + pair) * (gated ? 1 : 2);
         busy = tile <= rows.last_tile;
         block0 = split_border(a.k_blocks, split, splits);
         blocks = split_border(a.k_blocks, split + 1, splits) - block0;
@@ -50,6 +51,26 @@ struct WarpWeights {
         const size_t column = static_cast<size_t>(block0) * a.block_bytes;
         from[0] = base[0] + min(tile, rows.last_tile) * row + column;
         from[1] = (gated ? base[1] : base[0]) + min(gated ? tile : tile + 1, rows.last_tile) * row + column;
+    }
+};
+
+// The first or the second row tiles of all pairs of a block, for a warp that copies them: those that exist.
+struct WeightTiles {
+    const unsigned char* from;
+    size_t stride;
+    int count, block0, blocks;
+
+    __device__ __forceinline__ WeightTiles(const GemmArgs& a, const BlockRows& rows, int second, int pairs) {
+        const bool gated = a.store == Store::gated;
+        const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
+        const int step = gated ? 1 : 2, block = static_cast<int>(blockIdx.y);
+        const int tile = rows.first_tile + block * pairs * step + (gated ? 0 : second);
+        count = max(0, min(pairs, (rows.last_tile - tile + step) / step));
+        block0 = split_border(a.k_blocks, split, splits);
+        blocks = split_border(a.k_blocks, split + 1, splits) - block0;
+        const size_t row = static_cast<size_t>(a.k_blocks) * a.block_bytes;
+        stride = step * row;
+        from = (gated && second ? a.w[1] : a.w[0]) + tile * row + static_cast<size_t>(block0) * a.block_bytes;
     }
 };
 
@@ -78,16 +99,16 @@ __device__ __forceinline__ float sum_splits(const float* mine, int splits) {
     return sum;
 }
 
-KDT_HOST_DEVICE constexpr int partial_stride(int warps) {
-    return warps * 32 + 4;  // a quarter of a warp's writes in different banks
+KDT_HOST_DEVICE constexpr int partial_stride(int pairs) {
+    return pairs * 32 + 4;  // a quarter of a warp's writes in different banks
 }
 
-// Sums of a warp into the block's partial results: tokens as rows, so that neighbouring threads hold
-// neighbouring outputs.
+// Sums of a warp into the block's partial results [token][output], so that neighbouring threads hold
+// neighbouring outputs: of its pair of row tiles and of `tokens` tokens at most.
 template <int NT>
 __device__ __forceinline__ void put_partials(float* partials, const float (&acc)[2][NT][4], int tokens,
-                                             int warp, int warps, int lane) {
-    const int g = lane / 4, t = lane % 4, stride = partial_stride(warps);
+                                             int pair, int pairs, int lane) {
+    const int g = lane / 4, t = lane % 4, stride = partial_stride(pairs);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         if (n * 8 >= tokens) break;
@@ -95,32 +116,38 @@ __device__ __forceinline__ void put_partials(float* partials, const float (&acc)
         for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                partials[(n * 8 + 2 * t + i % 2) * stride + warp * 32 + tile * 16 + g + i / 2 * 8] =
+                partials[(n * 8 + 2 * t + i % 2) * stride + pair * 32 + tile * 16 + g + i / 2 * 8] =
                     acc[tile][n][i];
     }
 }
 
 // Adds the splits' partial results in order and stores what the op makes of them; the blocks of a cluster
-// share the outputs. Begins and ends with a barrier.
+// share the outputs. y_row(token): a row of y. Begins and ends with a barrier.
+template <class Row>
 __device__ __forceinline__ void store_outputs(const GemmArgs& a, const BlockRows& rows, const float* partials,
-                                              const int32_t* y_row, int tokens, int head, int thread,
-                                              int warps) {
+                                              const Row& y_row, int tokens, int head, int thread, int threads,
+                                              int pairs) {
     const bool gated = a.store == Store::gated, experts = a.pairs != nullptr;
     const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
-    const int threads = warps * 32, stride = partial_stride(warps);
-    const int shift = 31 - __clz(warps * (gated ? 16 : 32)), outputs = 1 << shift;  // of a token
+    const int stride = partial_stride(pairs), outputs = pairs * (gated ? 16 : 32);  // of a token
     const int first = (rows.first_tile * kTileRows - rows.first_row) + static_cast<int>(blockIdx.y) * outputs;
     if (splits > 1)
         ptx::cluster_sync();
     else
         __syncthreads();
-    for (int e = split * threads + thread; e < tokens << shift; e += splits * threads) {
-        const int token = e >> shift, o = e & (outputs - 1), n = first + o;
+    const int step = splits * threads, token_step = step / outputs, o_step = step - token_step * outputs;
+    int token = (split * threads + thread) / outputs, o = split * threads + thread - token * outputs;
+    for (; token < tokens; token += token_step, o += o_step) {
+        if (o >= outputs) {
+            o -= outputs;
+            if (++token >= tokens) break;
+        }
+        const int n = first + o;
         if (n < 0 || n >= a.out) continue;
         const float* mine = partials + token * stride + (gated ? o / 16 * 32 + o % 16 : o);
         float value = sum_splits(mine, splits);
         if (gated) value = silu(value) * sum_splits(mine + 16, splits);
-        float* y = a.y + y_row[token] * a.y_stride + (experts ? 0 : head * a.y_head_stride) + n;
+        float* y = a.y + y_row(token) * a.y_stride + (experts ? 0 : head * a.y_head_stride) + n;
         if (a.store == Store::add) value = __ldcg(y) + value;
         if (a.store == Store::gate) value = silu(__ldcg(y)) * value;
         *y = value;

@@ -16,8 +16,49 @@
 
 namespace kdt::cuda {
 
-template <class Stream, int NT, int Blocks>
-__global__ void __launch_bounds__(256, Blocks) gemm_few(const GemmArgs a) {
+// `width` columns of all tokens into shared memory as bf16. A thread takes eight columns of one token at a
+// time; with `Two`, where registers are at hand, it reads the next eight before it needs the first.
+template <bool Two>
+__device__ __forceinline__ void stage_activations(const GemmArgs& a, unsigned char* xs, const int32_t* x_row,
+                                                  int tokens, int width, int column, int head, int thread,
+                                                  int threads) {
+    const int groups = width / 8, row_bytes = few_row_bytes(width);
+    const auto load = [&](float(&v)[8], int token, int group) {
+        load_eight(v, a.x + x_row[token] * a.x_stride + head * a.x_head_stride, column + group * 8, a.in,
+                   a.wide);
+    };
+    const auto store = [&](const float(&v)[8], int token, int group) {
+        *reinterpret_cast<uint4*>(xs + token * row_bytes + group * 16) =
+            make_uint4(ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]),
+                       ptx::pack_bf16(v[6], v[7]));
+    };
+    int token = 0, group = thread;
+    while (group >= groups) group -= groups, ++token;
+    const auto advance = [&]() {
+        group += threads;
+        while (group >= groups) group -= groups, ++token;
+    };
+#pragma unroll 1
+    while (token < tokens) {
+        float v[8];
+        load(v, token, group);
+        if constexpr (Two) {
+            const int first_token = token, first_group = group;
+            advance();
+            float next[8];
+            if (token < tokens) load(next, token, group);
+            store(v, first_token, first_group);
+            if (token < tokens) store(next, token, group);
+        } else {
+            store(v, token, group);
+        }
+        advance();
+    }
+}
+
+// Warps of a block are pairs of row tiles, `Pairs` at most; `Blocks` such blocks fit an SM.
+template <class Stream, int NT, int Pairs, int Blocks>
+__global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a) {
     constexpr int kTokens = NT * 8, kDepth = Stream::kDepth;
     constexpr int kRound = kDepth * Stream::kColumns;  // columns of one turn of the ring
     static_assert(kFewRound % kRound == 0);
@@ -53,12 +94,14 @@ __global__ void __launch_bounds__(256, Blocks) gemm_few(const GemmArgs a) {
     const WarpWeights weights(a, rows, base, warp, warps);
     const int steps = weights.blocks * (kBlockColumns / Stream::kColumns);
 
+    using Cursor = typename Stream::template Lane<const unsigned char*>;
     typename Stream::Step ring[kDepth];
-    typename Stream::Lane next;  // behind the ring
+    Cursor next(weights.from[0], weights.from[1], lane);  // behind the ring
     const auto fill_ring = [&]() {
-        next = Stream::lane_at(weights.from, lane);
+        next = Cursor(weights.from[0], weights.from[1], lane);
 #pragma unroll
-        for (int j = 0; j < kDepth; ++j) Stream::load(ring[j], next, j, weights.busy && j < steps);
+        for (int j = 0; j < kDepth; ++j)
+            Stream::load(ring[j], next, j, FromGlobal{weights.busy && j < steps});
         next.advance(kDepth * Stream::kStepBytes);
     };
     fill_ring();  // weights depend on no earlier kernel: they are on their way before the wait
@@ -86,22 +129,8 @@ __global__ void __launch_bounds__(256, Blocks) gemm_few(const GemmArgs a) {
         for (int c0 = 0; c0 < columns; c0 += chunk) {
             const int width = min(chunk, columns - c0), row_bytes = few_row_bytes(width);
             if (c0 > 0) __syncthreads();
-            {  // a thread takes eight columns of one token at a time
-                const int groups = width / 8;
-                int token = 0, group = thread;
-                while (group >= groups) group -= groups, ++token;
-#pragma unroll 1
-                while (token < tokens) {
-                    float v[8];
-                    load_eight(v, a.x + x_row[token] * a.x_stride + head * a.x_head_stride,
-                               weights.block0 * kBlockColumns + c0 + group * 8, a.in, a.wide);
-                    *reinterpret_cast<uint4*>(xs + token * row_bytes + group * 16) =
-                        make_uint4(ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]),
-                                   ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7]));
-                    group += threads;
-                    while (group >= groups) group -= groups, ++token;
-                }
-            }
+            stage_activations<Blocks == 1>(a, xs, x_row, tokens, width, weights.block0 * kBlockColumns + c0,
+                                           head, thread, threads);
             __syncthreads();
             if (!weights.busy) continue;
 
@@ -110,17 +139,17 @@ __global__ void __launch_bounds__(256, Blocks) gemm_few(const GemmArgs a) {
             for (int n = 0; n < NT; ++n)  // where there is no token, another's: nobody reads those sums
                 x_at[n] = xs + min(n * 8 + lane / 4, tokens - 1) * row_bytes + lane % 4 * 16;
             const auto multiply = [&](int j) {
-                Stream::template multiply<NT, 1>(acc, ring[j], [&](int k, int n) {
+                Stream::template multiply<NT>(acc, ring[j], [&](int k, int n) {
                     return *reinterpret_cast<const uint4*>(x_at[n] + j * Stream::kColumns * 2 + k * 64);
                 });
             };
             int step = c0 / Stream::kColumns;
-            const int end = step + width / Stream::kColumns;
+            const int end = (c0 + width) / Stream::kColumns;
             const auto turn = [&]() {
 #pragma unroll
                 for (int j = 0; j < kDepth; ++j) {
                     multiply(j);
-                    Stream::load(ring[j], next, j, step + j + kDepth < steps);
+                    Stream::load(ring[j], next, j, FromGlobal{step + j + kDepth < steps});
                 }
                 next.advance(kDepth * Stream::kStepBytes);
 #pragma unroll
@@ -133,38 +162,47 @@ __global__ void __launch_bounds__(256, Blocks) gemm_few(const GemmArgs a) {
                 if (step + j < end) multiply(j);
         }
         put_partials<NT>(partials, acc, tokens, warp, warps, lane);
-        store_outputs(a, rows, partials, y_row, tokens, head, thread, warps);
+        store_outputs(
+            a, rows, partials, [&](int token) { return y_row[token]; }, tokens, head, thread, threads, warps);
         tokens_left -= tokens;
         first_token += tokens;
         if (!experts) break;
     }
 }
 
-template <class Stream, int NT, int Blocks>
+template <class Stream, int NT, int Pairs, int Blocks>
 void launch_few_as(const GemmLaunch& l, const GemmArgs& args, const GemmCut& cut) {
     GemmArgs a = args;
     const int columns = (a.k_blocks + cut.splits - 1) / cut.splits * kBlockColumns;
-    a.activation_bytes = few_activation_bytes(columns, std::min(a.rows.count, NT * 8));
-    launch<gemm_few<Stream, NT, Blocks>>(
-        {l.stream, l.device, l.name, dim3(cut.splits, cut.blocks, cut.groups), cut.warps * 32,
-         NT * 64 + a.activation_bytes + NT * 8 * partial_stride(cut.warps) * 4, cut.splits},
+    a.activation_bytes = few_activation_bytes(columns, std::min(a.rows.count, NT * 8), Blocks == 1);
+    launch<gemm_few<Stream, NT, Pairs, Blocks>>(
+        {l.stream, l.device, l.name, dim3(cut.splits, cut.blocks, cut.groups), cut.pairs * 32,
+         NT * 64 + a.activation_bytes + NT * 8 * partial_stride(cut.pairs) * 4, cut.splits},
         a);
 }
 
 // Up to 16 tokens a block; more take blocks of their own, and of an expert turns. A product with few warps,
-// or much to do for each, gives them a deep ring of weights (`Deep`); `Wide` leaves room for a second block
-// on the SM, be it the next op's, whose weights are then on their way before this one has ended.
+// or much to do for each, gives them a deep ring of weights (`Deep`), and one block the SM; `Wide` leaves
+// room for a second block, be it the next op's, whose weights are then on their way before this one has
+// ended.
 template <class Deep, class Wide>
 void launch_few(const GemmLaunch& l, const GemmArgs& args, int experts, int splits) {
+    constexpr bool nine = Deep::kDepth * Deep::kStepBytes <= 5120;  // what the ring leaves in registers
     const int tokens = experts > 0 ? args.usual_tokens : args.rows.count;
-    const int nt = tokens <= kFewRows / 2 ? 1 : 2;
-    const GemmCut cut = cut_gemm(args.out, args.heads, args.store == Store::gated, args.rows.count, nt * 8,
-                                 experts, splits, l.sms, 8, tokens > 2);
-    const bool deep = cut.busiest <= 4 || (cut.busiest <= 8 && args.in / splits >= 4096);
-    if (nt == 1)
-        deep ? launch_few_as<Deep, 1, 1>(l, args, cut) : launch_few_as<Wide, 1, 2>(l, args, cut);
-    else
-        deep ? launch_few_as<Deep, 2, 1>(l, args, cut) : launch_few_as<Wide, 2, 2>(l, args, cut);
+    const int nt = tokens <= 8 ? 1 : 2;
+    const auto cut = [&](int most, int on_sm) {
+        return cut_gemm(args.out, args.heads, args.store == Store::gated, args.rows.count, nt * 8, experts,
+                        splits, l.machine, most, most * on_sm, experts > 0 && tokens > 2);
+    };
+    const GemmCut deep = cut(nine && nt == 1 ? 9 : 8, 1);
+    if (deep.busiest <= 4 || (deep.busiest <= 9 && args.in / splits >= 4096)) {
+        if constexpr (nine)
+            if (deep.pairs > 8) return launch_few_as<Deep, 1, 9, 1>(l, args, deep);
+        nt == 1 ? launch_few_as<Deep, 1, 8, 1>(l, args, deep) : launch_few_as<Deep, 2, 8, 1>(l, args, deep);
+    } else {
+        const GemmCut wide = cut(8, 2);
+        nt == 1 ? launch_few_as<Wide, 1, 8, 2>(l, args, wide) : launch_few_as<Wide, 2, 8, 2>(l, args, wide);
+    }
 }
 
 }  // namespace kdt::cuda

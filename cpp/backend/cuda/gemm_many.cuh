@@ -1,117 +1,210 @@
-// The tensor-core product of 17 to 72 tokens a block (docs/kernels/gemm.md): each weight fragment meets 3, 5,
-// 7 or 9 token tiles, so that the tensor cores are the limit and not the instructions around them.
+// The tensor-core product of more tokens than gemm_few takes, up to 128 a block (docs/kernels/gemm.md).
 //
-// Registers of a warp: accumulators of two row tiles x NT token tiles, and a ring of kDepth steps of weights.
+// A block has up to nine pairs of row tiles. `Groups` warps share a pair and have NT token tiles each: enough
+// warps that one multiplies while another unpacks weights or applies scales, and few enough accumulators
+// that all of them fit. Two more warps fetch what they read.
 //
-// Shared memory: rows | a ring of kSlots pieces of activations, 64 columns of all tokens each, in B-fragment
-// order [k32][token tile][lane] 16 bytes | later the partial sums.
+// Shared memory: barriers | a ring of kSlots steps, of Stream::kColumns columns each; later the partial sums.
 //
-// Activations come rounded and in this order (gemm_round.cu), by `cp.async`. One barrier a piece: whoever
-// passes it knows that the piece has landed and that everyone is done with the piece whose slot the next copy
-// overwrites.
+//            one step
+//   activations   [k32][token tile][lane] 16 bytes, B fragments         (gemm_round.cu made them so)
+//   weights       [pair][row tile] as in global memory, A fragments
+//
+//   last two warps   full[slot] ◄── copies ◄── empty[slot] ◄──┐
+//   other warps      full[slot] ──► fragments ──► mma ─────────┘
+//
+// No warp waits for another but through these barriers: warps may be as far apart as the ring is long.
 #pragma once
 
 #include "backend/cuda/gemm_block.cuh"
 
 namespace kdt::cuda {
 
-template <class Stream, int NT>
-__global__ void __launch_bounds__(kManyWarps * 32, 2) gemm_many(const GemmArgs a) {
-    constexpr int kTokens = NT * 8, kGroup = NT % 3 == 0 ? 3 : 1;
-    constexpr int kSlots = kManySlots, kPieceBytes = many_piece_bytes(NT);
-    constexpr int kSteps = kBlockColumns / Stream::kColumns;  // of a piece
-    constexpr int kPieces = Stream::kDepth / kSteps;          // of one turn of the ring of weights
-    static_assert(Stream::kDepth % kSteps == 0);
+template <class Stream, int NT, int Groups>
+struct Many {
+    static constexpr int kTiles = NT * Groups, kTokens = kTiles * 8;
+    static constexpr int kMaxPairs = many_pairs(Groups, Stream::kStepBytes);
+    static constexpr int kMaxThreads = (kMaxPairs * Groups + 2) * 32;
+    static constexpr int kSlots = many_slots(kTiles, kMaxPairs, Stream::kColumns, Stream::kStepBytes);
+    static constexpr int kActivationBytes = many_step_bytes(kTiles, 0, Stream::kColumns, 0);
+    static constexpr int kPairBytes = 2 * Stream::kStepBytes;
+    static constexpr int kSteps = kBlockColumns / Stream::kColumns;  // of 64 columns
+    static constexpr int kBarrierBytes = 128;
+    static_assert(kSlots * 16 <= kBarrierBytes);
+};
+
+// The ring as everyone sees it: where a step lies and which phase of its barriers is its own.
+template <int Slots>
+struct RingPlace {
+    int slot = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++slot == Slots) slot = 0, phase ^= 1;
+    }
+};
+
+// An address that the compiler does not compute again in the inner loop to save its register.
+__device__ __forceinline__ uint32_t keep(uint32_t address) {
+    return static_cast<uint32_t>(ptx::opaque(static_cast<int>(address)));
+}
+
+// What one of the two copying warps takes of the weights: the first row tiles of all pairs, or the second.
+template <class Stream, int PairBytes>
+struct TileCopy {
+    static constexpr int kWhole = Stream::kStepBytes / 512;      // copies of a whole warp
+    static constexpr int kRest = Stream::kStepBytes % 512 / 16;  // lanes that a tile's rest takes
+    const unsigned char* from;
+    size_t stride;  // from pair to pair
+    uint32_t to;
+    int lane, count, block0, blocks;
+
+    __device__ __forceinline__ TileCopy(const GemmArgs& a, const BlockRows& rows, int second, int pairs,
+                                        uint32_t place, int thread_lane)
+        : lane(thread_lane) {
+        const WeightTiles tiles(a, rows, second, pairs);
+        from = tiles.from;
+        stride = tiles.stride;
+        count = tiles.count;
+        block0 = tiles.block0;
+        blocks = tiles.blocks;
+        to = place + second * Stream::kStepBytes;
+    }
+    __device__ __forceinline__ void copy(int step, int slot_offset) const {
+        const unsigned char* source = from + static_cast<size_t>(step) * Stream::kStepBytes;
+        const uint32_t target = to + slot_offset;
+        const unsigned char* s = source + lane * 16;
+        uint32_t t = target + lane * 16;
+#pragma unroll 3
+        for (int i = 0; i < count; ++i, s += stride, t += PairBytes)
+#pragma unroll
+            for (int j = 0; j < kWhole; ++j) ptx::copy_async_16(t + j * 512, s + j * 512);
+        if constexpr (kRest > 0) {
+            const int chunk = kWhole * 512 + lane % kRest * 16;
+            for (int i = lane / kRest; i < count; i += 32 / kRest)
+                ptx::copy_async_16(target + i * PairBytes + chunk, source + i * stride + chunk);
+        }
+    }
+};
+
+template <class Stream, int NT, int Groups>
+__global__ void __launch_bounds__(Many<Stream, NT, Groups>::kMaxThreads, 1) gemm_many(const GemmArgs a) {
+    using M = Many<Stream, NT, Groups>;
+    constexpr int kSlots = M::kSlots;
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    const int warp = thread / 32, lane = thread % 32, warps = threads / 32;
+    const int warp = thread / 32, lane = thread % 32, consumers = threads / 32 - 2;
+    const int pairs = consumers / Groups, slot_bytes = M::kActivationBytes + pairs * M::kPairBytes;
     ptx::grid_launch_next();
 
     unsigned char* const shared = ptx::shared_memory();
-    int32_t* const x_row = reinterpret_cast<int32_t*>(shared);
-    int32_t* const y_row = x_row + kTokens;
-    unsigned char* const xs = shared + (kTokens * 8 + 127) / 128 * 128;
-    const uint32_t xs_at = ptx::shared_address(xs);
-    float* const partials = reinterpret_cast<float*>(xs);
+    float* const partials = reinterpret_cast<float*>(shared + M::kBarrierBytes);
+    const uint32_t full = keep(ptx::shared_address(shared)), empty = full + kSlots * 8;
+    const uint32_t ring = full + M::kBarrierBytes;
+    if (thread == 0) {
+        for (int i = 0; i < kSlots; ++i) {
+            ptx::barrier_init(full + i * 8, 2 * 32 + 1);  // lanes that copy weights; activations
+            ptx::barrier_init(empty + i * 8, consumers);
+        }
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
 
     const int head = static_cast<int>(blockIdx.z) % a.heads;
-    const int first_token = static_cast<int>(blockIdx.z) / a.heads * kTokens;
+    const int first_token = static_cast<int>(blockIdx.z) / a.heads * M::kTokens;
     const BlockRows rows(a, head);
-    const WarpWeights weights(a, rows, a.w, warp, warps);
-    const int pieces = weights.blocks, steps = pieces * kSteps;
+    int tokens;
 
-    typename Stream::Step ring[Stream::kDepth];
-    typename Stream::Lane next = Stream::lane_at(weights.from, lane);  // behind the ring
-#pragma unroll
-    for (int j = 0; j < Stream::kDepth; ++j) Stream::load(ring[j], next, j, weights.busy && j < steps);
-    next.advance(Stream::kDepth * Stream::kStepBytes);
-
-    ptx::grid_wait();
-    const int tokens = min(kTokens, a.rows.live_count() - first_token);
-    if (tokens <= 0) return;
-    fill_rows(a, x_row, y_row, first_token, tokens, kTokens, thread, threads);
-    __syncthreads();
-
-    const unsigned char* const x =
-        reinterpret_cast<const unsigned char*>(a.rounded) +
-        (static_cast<size_t>(blockIdx.z) * a.k_blocks + weights.block0) * kPieceBytes + thread * 16;
-    const auto copy_piece = [&](int piece) {
-        if (piece < pieces) {
-            const uint32_t to = xs_at + piece % kSlots * kPieceBytes + thread * 16;
-            const unsigned char* from = x + static_cast<size_t>(piece) * kPieceBytes;
-            for (int at = thread * 16; at < kPieceBytes; at += threads * 16)
-                ptx::copy_async_16(to + at - thread * 16, from + at - thread * 16);
+    if (warp >= consumers) {
+        const TileCopy<Stream, M::kPairBytes> weights(a, rows, warp - consumers, pairs,
+                                                      ring + M::kActivationBytes, lane);
+        const int steps = weights.blocks * M::kSteps, ahead = min(kSlots, steps);
+        const bool copies_activations = warp == consumers && lane == 0;
+        const unsigned char* const x =
+            reinterpret_cast<const unsigned char*>(a.rounded) +
+            (static_cast<size_t>(blockIdx.z) * a.k_blocks + weights.block0) * M::kSteps * M::kActivationBytes;
+        const auto copy_weights = [&](int step, int slot) {
+            weights.copy(step, slot * slot_bytes);
+            ptx::copy_async_arrive(full + slot * 8);
+        };
+        const auto copy_activations = [&](int step, int slot) {
+            if (!copies_activations) return;
+            ptx::barrier_arrive_expecting(full + slot * 8, M::kActivationBytes);
+            ptx::bulk_copy(ring + slot * slot_bytes, x + static_cast<size_t>(step) * M::kActivationBytes,
+                           M::kActivationBytes, full + slot * 8);
+        };
+        for (int i = 0; i < ahead; ++i) copy_weights(i, i);  // they depend on no earlier kernel
+        ptx::grid_wait();
+        tokens = min(M::kTokens, a.rows.live_count() - first_token);
+        if (tokens <= 0) {  // nobody leaves before what was requested has landed
+            for (int i = 0; i < ahead; ++i) {
+                if (copies_activations) ptx::barrier_arrive(full + i * 8);
+                ptx::barrier_wait(full + i * 8, 0);
+            }
+            return;
         }
-        ptx::copy_async_commit();
-    };
-    for (int i = 0; i < kSlots - 1; ++i) copy_piece(i);
-
-    float acc[2][NT][4];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[tile][n][i] = 0.0f;
-
-    // One piece: wait for it, request a later one, multiply, and request the weights of the next turn.
-    const auto turn = [&](int piece, int p) {
-        ptx::copy_async_wait<kSlots - 2>();
+        for (int i = 0; i < ahead; ++i) copy_activations(i, i);
+        RingPlace<kSlots> at;
+        for (int step = kSlots; step < steps; ++step) {
+            ptx::barrier_wait(empty + at.slot * 8, at.phase);
+            copy_activations(step, at.slot);
+            copy_weights(step, at.slot);
+            at.advance();
+        }
         __syncthreads();
-        copy_piece(piece + kSlots - 1);
-        if (!weights.busy) return;
-        const unsigned char* const at = xs + piece % kSlots * kPieceBytes + lane * 16;
+    } else {
+        const int pair = warp / Groups, group = warp % Groups;
+        const WarpWeights weights(a, rows, a.w, pair, pairs);
+        const int steps = weights.blocks * M::kSteps;
+        ptx::grid_wait();
+        tokens = min(M::kTokens, a.rows.live_count() - first_token);
+        if (tokens <= 0) return;
+
+        float acc[2][NT][4];
 #pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-            typename Stream::Step& step = ring[p * kSteps + j];
-            Stream::template multiply<NT, kGroup>(acc, step, [&](int k, int n) {
-                return *reinterpret_cast<const uint4*>(at +
-                                                       ((j * (Stream::kColumns / 32) + k) * NT + n) * 512);
-            });
-            Stream::load(step, next, p * kSteps + j, piece * kSteps + j + Stream::kDepth < steps);
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[tile][n][i] = 0.0f;
+
+        const uint32_t x = keep(ring + group * NT * 512 + lane * 16);
+        const uint32_t w = keep(ring + M::kActivationBytes + pair * M::kPairBytes);
+        const typename Stream::template Lane<uint32_t> first(w, w + Stream::kStepBytes, lane);
+        RingPlace<kSlots> at;
+        for (int step = 0; step < steps; ++step) {
+            ptx::barrier_wait(full + at.slot * 8, at.phase);
+            if (weights.busy) {
+                const int offset = at.slot * slot_bytes;
+                auto next = first;
+                next.advance(offset);
+                typename Stream::Step s;
+                Stream::load(s, next, 0, FromShared{});
+                const auto b = [&](int k, int n) {
+                    return ptx::load_shared_16(x + offset + (k * M::kTiles + n) * 512);
+                };
+                Stream::template multiply<NT>(acc, s, b);
+            }
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(empty + at.slot * 8);
+            at.advance();
         }
-    };
-    int piece = 0;
-    for (; piece + kPieces <= pieces; piece = ptx::opaque(piece + kPieces)) {
-#pragma unroll
-        for (int p = 0; p < kPieces; ++p) turn(piece + p, p);
-        next.advance(Stream::kDepth * Stream::kStepBytes);
+        __syncthreads();  // the ring becomes the place of partial sums
+        put_partials<NT>(partials + group * NT * 8 * partial_stride(pairs), acc, tokens - group * NT * 8,
+                         pair, pairs, lane);
     }
-#pragma unroll
-    for (int p = 0; p < kPieces - 1; ++p)
-        if (piece + p < pieces) turn(piece + p, p);
-    ptx::copy_async_wait<0>();
-    __syncthreads();
-    put_partials<NT>(partials, acc, tokens, warp, warps, lane);
-    store_outputs(a, rows, partials, y_row, tokens, head, thread, warps);
+    store_outputs(
+        a, rows, partials, [&](int token) { return a.rows.first + first_token + token; }, tokens, head,
+        thread, threads, pairs);
 }
 
-template <class Stream, int NT>
-void launch_many_as(const GemmLaunch& l, const GemmArgs& args, const GemmCut& cut) {
-    const int partial_bytes = NT * 8 * partial_stride(cut.warps) * 4;
-    launch<gemm_many<Stream, NT>>(
-        {l.stream, l.device, l.name, dim3(cut.splits, cut.blocks, cut.groups), cut.warps * 32,
-         (NT * 64 + 127) / 128 * 128 + std::max(kManySlots * many_piece_bytes(NT), partial_bytes),
+template <class Stream, int NT, int Groups>
+void launch_many_as(const GemmLaunch& l, const GemmArgs& args, int splits) {
+    using M = Many<Stream, NT, Groups>;
+    const GemmCut cut = cut_gemm(args.out, args.heads, args.store == Store::gated, args.rows.count,
+                                 M::kTokens, 0, splits, l.machine, M::kMaxPairs, M::kMaxPairs, false);
+    launch<gemm_many<Stream, NT, Groups>>(
+        {l.stream, l.device, l.name, dim3(cut.splits, cut.blocks, cut.groups), (cut.pairs * Groups + 2) * 32,
+         M::kBarrierBytes + std::max(M::kSlots * (M::kActivationBytes + cut.pairs * M::kPairBytes),
+                                     M::kTokens * partial_stride(cut.pairs) * 4),
          cut.splits},
         args);
 }
@@ -119,19 +212,15 @@ void launch_many_as(const GemmLaunch& l, const GemmArgs& args, const GemmCut& cu
 // Dense products alone; args.rounded holds the activations.
 template <class Stream>
 void launch_many(const GemmLaunch& l, const GemmArgs& args, int splits) {
-    const int nt = many_token_tiles(args.rows.count);
-    const GemmCut cut = cut_gemm(args.out, args.heads, args.store == Store::gated, args.rows.count, nt * 8, 0,
-                                 splits, l.sms, kManyWarps, true);
-    switch (nt) {
-        case 3:
-            return launch_many_as<Stream, 3>(l, args, cut);
-        case 5:
-            return launch_many_as<Stream, 5>(l, args, cut);
-        case 7:
-            return launch_many_as<Stream, 7>(l, args, cut);
-        default:
-            return launch_many_as<Stream, 9>(l, args, cut);
-    }
+    const ManyShape shape = many_shape(args.rows.count);
+    const auto is = [&](int tiles, int groups) { return shape.tiles == tiles && shape.groups == groups; };
+    if (is(2, 1)) return launch_many_as<Stream, 2, 1>(l, args, splits);
+    if (is(3, 1)) return launch_many_as<Stream, 3, 1>(l, args, splits);
+    if (is(4, 1)) return launch_many_as<Stream, 4, 1>(l, args, splits);
+    if (is(5, 1)) return launch_many_as<Stream, 5, 1>(l, args, splits);
+    if (is(4, 2)) return launch_many_as<Stream, 4, 2>(l, args, splits);
+    if (is(5, 2)) return launch_many_as<Stream, 5, 2>(l, args, splits);
+    return launch_many_as<Stream, 4, 4>(l, args, splits);
 }
 
 }  // namespace kdt::cuda

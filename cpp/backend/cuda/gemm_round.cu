@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) round_activations(const GemmArgs a, 
 }  // namespace
 
 void launch_round_activations(const GemmLaunch& l, const GemmArgs& args, void* rounded) {
-    const int tiles = many_token_tiles(args.rows.count),
+    const int tiles = many_shape(args.rows.count).all(),
               groups = (args.rows.count + tiles * 8 - 1) / (tiles * 8);
     const int units = args.k_blocks * tiles * 64;
     launch<round_activations>({l.stream, l.device, l.name,

@@ -131,8 +131,8 @@ CudaBackend::CudaBackend(const CudaOptions& options) : device_(options.device), 
         format("%s (GPU %d, compute capability %d.%d, %d SMs, %.0f GiB), %s, driver CUDA %d.%d",
                properties.name, device_, properties.major, properties.minor, properties.multiProcessorCount,
                gib(properties.totalGlobalMem), options.precision.c_str(), driver / 1000, driver % 1000 / 10);
-    sms_ = properties.multiProcessorCount;
     check(cudaSetDevice(device_), "choosing the GPU");
+    machine_ = look_at_machine(properties.multiProcessorCount, properties.sharedMemPerBlockOptin);
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
     bad_row_ = reinterpret_cast<int32_t*>(device_allocate(device_, sizeof(int32_t), "the backend's state"));
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "backend/cuda/layout.h"
 #include "core/limits.h"
@@ -33,52 +34,69 @@ KDT_HOST_DEVICE int split_border(int blocks, int s, int splits) {
 // Experts that a one-row product reads, for the rule above: no K-split can depend on what was routed.
 inline constexpr int kUsualExperts = 8;
 
-// Rows up to which a block takes activations as they come and rounds them itself.
-inline constexpr int kFewRows = 16;
-
 // Row tiles (of 16) that a launch covers: of one head's rows, a straddled tile counted for both heads.
 KDT_HOST_DEVICE int tiles_of_head(int out, int heads) {
     return heads == 1 ? row_tiles(out) : out % kTileRows == 0 ? out / kTileRows : row_tiles(out) + 1;
 }
 
+// K-splits of a product: of all heads, or of as many experts as usual, and of gate and up together.
+inline int product_splits(int out, int heads, bool gated, bool experts, int in) {
+    return k_splits(tiles_of_head(out, heads) * (experts ? kUsualExperts : heads) * (gated ? 2 : 1), in);
+}
+
 // Grid and block of a product.
 struct GemmCut {
     int splits, blocks, groups;  // grid x, y, z
-    int warps;                   // of a block, a power of two
-    int busiest;                 // warps of the SM that gets the most
+    int pairs;                   // of row tiles, of a block
+    int busiest;                 // pairs of the SM that gets the most
 };
 
-// Each warp has a pair of row tiles; blocks of 8, 4 or 2 warps, whichever leaves the busiest SM the fewest.
-// With `large_blocks` the largest that give nearly every SM one: every block reads all activations of its
-// columns. `tokens` is what a block holds at a time. Experts: as many groups as may have tokens.
+// What of a GPU a cut depends on.
+struct Machine {
+    int sms;
+    std::array<int, 4> clusters;  // of 1, 2, 4 and 8 blocks that run at a time if an SM holds one block
+};
+
+// Blocks of `most` to two pairs of row tiles, whichever leave the busiest SM the least to do; a block costs
+// two pairs more than it has, for it reads all activations of its columns. `room`: pairs that an SM holds at
+// a time. With `large_blocks` the largest that give nearly every SM one. `tokens` is what a block holds at a
+// time. Experts: as many groups as may have tokens.
 inline GemmCut cut_gemm(int out, int heads, bool gated, int rows, int tokens, int experts, int splits,
-                        int sms, int most_warps, bool large_blocks) {
+                        const Machine& machine, int most, int room, bool large_blocks) {
+    constexpr int kBlockCost = 2;
     const int tiles = tiles_of_head(out, heads), pairs = gated ? tiles : (tiles + 1) / 2;
     GemmCut best{splits, 0, experts > 0 ? experts : heads * ((rows + tokens - 1) / tokens), 0, 0};
-    const int parts = splits * (experts > 0 ? std::min(experts, kUsualExperts) : best.groups);
-    for (int warps = most_warps; warps >= 2; warps /= 2) {
-        const int blocks = (pairs + warps - 1) / warps;
-        const int busiest = (blocks * parts + sms - 1) / sms * warps;
-        if (best.warps > 0 && busiest >= best.busiest) continue;
+    const int parts = experts > 0 ? std::min(experts, kUsualExperts) : best.groups;
+    const int at_once = machine.clusters[splits == 1 ? 0 : splits == 2 ? 1 : splits == 4 ? 2 : 3];
+    int least_cost = 0;
+    for (int size = most; size >= 2; --size) {
+        const int blocks = (pairs + size - 1) / size, clusters = blocks * parts;
+        const int on_sm = std::max(room / size, 1), wave = at_once * on_sm;
+        const int busiest = clusters / wave * on_sm +  // blocks of one SM: in whole waves, in the last
+                            (clusters % wave * splits + machine.sms - 1) / machine.sms;
+        const int cost = busiest * (size + kBlockCost);
+        if (best.pairs > 0 && cost >= least_cost) continue;
+        least_cost = cost;
         best.blocks = blocks;
-        best.warps = warps;
-        best.busiest = busiest;
-        if (large_blocks && blocks * parts * 10 >= sms * 9) break;
+        best.pairs = size;
+        best.busiest = busiest * size;
+        if (large_blocks && clusters * splits * 10 >= machine.sms * 9) break;
     }
     return best;
 }
 
 // gemm_few: activations of one block. Rows of a piece lie 64 bytes apart modulo 128.
 inline constexpr int kFewRound = 512;  // columns of a turn of the longest ring of weights
-inline constexpr int kFewActivationBytes = 48 * 1024;
+inline constexpr int kFewActivationBytes = 48 * 1024, kFewActivationBytesAlone = 76 * 1024;
 
 KDT_HOST_DEVICE constexpr int few_row_bytes(int columns) {
     return columns * 2 + 64;
 }
 
-inline int few_activation_bytes(int columns, int tokens) {
+// `alone`: no second block shares the SM.
+inline int few_activation_bytes(int columns, int tokens, bool alone) {
     const int whole = (columns + kFewRound - 1) / kFewRound * kFewRound;
-    return std::min(kFewActivationBytes, tokens * few_row_bytes(whole));
+    return std::min(alone ? kFewActivationBytesAlone : kFewActivationBytes, tokens * few_row_bytes(whole));
 }
 
 // Columns that fit at a time: whole turns of the ring.
@@ -87,23 +105,57 @@ KDT_HOST_DEVICE int few_chunk_columns(int bytes, int tokens) {
     return columns < kFewRound ? kFewRound : columns;
 }
 
-// gemm_many: pieces of 64 columns of all tokens, in a ring; two blocks fit an SM of sm_120.
-inline constexpr int kManySlots = 4, kManyWarps = 4;
+// gemm_many: `groups` warps share a pair of row tiles and take `tiles` token tiles each. An instantiation
+// each.
+struct ManyShape {
+    int tiles, groups;
+    KDT_HOST_DEVICE constexpr int all() const { return tiles * groups; }  // token tiles of a block
+};
 
-KDT_HOST_DEVICE constexpr int many_piece_bytes(int token_tiles) {
-    return token_tiles * 8 * kBlockColumns * 2;
+inline ManyShape many_shape(int rows) {
+    if (rows <= 16) return {2, 1};
+    if (rows <= 24) return {3, 1};
+    if (rows <= 32) return {4, 1};
+    if (rows <= 40) return {5, 1};
+    if (rows <= 64) return {4, 2};
+    if (rows <= 80) return {5, 2};
+    return {4, 4};
 }
 
-// Token tiles of a block: an instantiation each.
-inline int many_token_tiles(int rows) {
-    return rows <= 24 ? 3 : rows <= 40 ? 5 : rows <= 56 ? 7 : 9;
+// Pairs of row tiles of a block, at most: what registers and shared memory hold of `step_bytes` a row tile.
+KDT_HOST_DEVICE constexpr int many_pairs(int groups, int step_bytes) {
+    return groups > 2 ? 3 : step_bytes > 1024 ? 4 : 9;
+}
+
+// Bytes of one step in shared memory: activations of `tiles` token tiles, then weights.
+KDT_HOST_DEVICE constexpr int many_step_bytes(int tiles, int pairs, int columns, int step_bytes) {
+    return tiles * columns * 16 + pairs * 2 * step_bytes;
+}
+
+// Steps in shared memory: as many as fit.
+KDT_HOST_DEVICE constexpr int many_slots(int tiles, int pairs, int columns, int step_bytes) {
+    const int fit = 100 * 1000 / many_step_bytes(tiles, pairs, columns, step_bytes);
+    return fit < 6 ? fit : 6;
+}
+
+// Rows up to which a dense product goes to gemm_few. INT4 weights of 9 to 16 rows are better off with
+// gemm_many, if its blocks fill an SM each: clusters of smaller ones come to lie two on one SM and none on
+// another.
+inline constexpr int kFewRows = 8, kMostFewRows = 16;
+
+inline int few_rows(WeightKind kind, int out, int heads, bool gated, int in, const Machine& machine) {
+    if (kind != WeightKind::w4a16) return kMostFewRows;
+    const int splits = product_splits(out, heads, gated, false, in), most = many_pairs(1, kInt4BlockBytes);
+    const GemmCut cut =
+        cut_gemm(out, heads, gated, kMostFewRows, kMostFewRows, 0, splits, machine, most, most, false);
+    return splits == 1 || cut.pairs == most ? kFewRows : kMostFewRows;
 }
 
 // Bytes of the rounded activations of a product: pieces [group of tokens][head][64 columns].
 inline size_t rounded_bytes(int rows, int heads, int in) {
-    const int tiles = many_token_tiles(rows), groups = (rows + tiles * 8 - 1) / (tiles * 8);
+    const int tiles = many_shape(rows).all(), groups = (rows + tiles * 8 - 1) / (tiles * 8);
     return static_cast<size_t>(groups) * static_cast<size_t>(heads) * static_cast<size_t>(column_blocks(in)) *
-           static_cast<size_t>(many_piece_bytes(tiles));
+           static_cast<size_t>(tiles * 8 * kBlockColumns * 2);
 }
 
 // ----------------------------------------------------------------------------------------------------------------

@@ -136,6 +136,16 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// Between barrier_init and what uses the barriers of it that is no instruction of a thread (bulk_copy); a
+// barrier of the block follows.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at the barrier that block `rank` of the cluster has at the same place: tells that what this thread
 // has read may be overwritten, not what it has written.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
@@ -146,7 +156,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) 
         : "memory");
 }
 
-// Arrives and adds `bytes` to what the phase waits for: cluster_store_async takes them off again.
+// Arrives and adds `bytes` to what the phase waits for: cluster_store_async and bulk_copy take them off
+// again.
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -165,6 +176,32 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
         "@!done bra WAIT;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Bytes (a multiple of 16, from and to 16-byte aligned places) from global to this block's shared memory, by
+// one thread. They have landed when the barrier's phase has ended.
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// 16 or 8 bytes from shared memory.
+__device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(shared)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+    return v;
 }
 
 // 16 or 8 bytes of read-only data that nobody will want again from this SM; nothing is read, and the result

@@ -77,6 +77,7 @@ void copy_async(void* to, const void* from, bool valid);
 void copy_async_commit();
 void copy_async_wait(int pending);
 void copy_async_arrive(void* barrier);
+void bulk_copy(void* to, const void* from, int bytes, void* barrier);
 void meet(int barrier, int threads, bool waits);
 void barrier_init(void* barrier, int count);
 void barrier_arrive(void* barrier, int bytes = 0);
@@ -306,6 +307,7 @@ struct cudaDeviceProp {
     int major, minor, multiProcessorCount;
     size_t totalGlobalMem;
     int l2CacheSize;
+    size_t sharedMemPerBlockOptin;
 };
 constexpr unsigned cudaStreamNonBlocking = 1;
 
@@ -327,6 +329,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t);
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int);
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*);
 
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 using cudaGraph_t = struct CudaGraph*;

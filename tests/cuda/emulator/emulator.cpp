@@ -326,6 +326,20 @@ void copy_async_arrive(void* at) {
     deliveries[memory_barrier(at)].push_back(std::move(delivery));
 }
 
+void bulk_copy(void* to, const void* from, int bytes, void* at) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 ||
+        bytes % 16 != 0)
+        die("a bulk copy that is not 16-byte aligned");
+    Delivery delivery{{}, false};
+    for (int i = 0; i < bytes; i += 16) {
+        Copy copy{static_cast<unsigned char*>(to) + i, {}};
+        std::memcpy(copy.data, static_cast<const unsigned char*>(from) + i, 16);
+        std::memset(copy.to, 0xFF, 16);
+        delivery.copies.push_back(copy);
+    }
+    deliveries[memory_barrier(at)].push_back(std::move(delivery));
+}
+
 void store_async(void* to, const void* from, void* at) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0) die("an asynchronous store that is not 16-byte aligned");
     Copy copy{static_cast<unsigned char*>(to), {}};
@@ -478,7 +492,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
-    *properties = {"emulated GPU", 9, 0, 1, size_t{8} << 30, 50 << 20};
+    *properties = {"emulated GPU", 9, 0, 1, size_t{8} << 30, 50 << 20, 232448};
     return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {
@@ -497,6 +511,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+    *clusters = 1;
     return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {

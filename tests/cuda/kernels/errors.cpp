@@ -113,36 +113,56 @@ KDT_CASE(fixed_tables) {
         }
     count_checks(340);
     // whatever the row count, a block fits, every row tile has a warp and every token a block
-    for (const int rows : {1, 8, 9, 16, 17, 32, 33, 65, 72, 73, 500})
+    const auto check_cut = [](const GemmCut& cut, int rows, int out, bool gated, int tokens, int most,
+                              int bytes) {
+        const int tiles = cut.blocks * cut.pairs * (gated ? 1 : 2);
+        if (tiles < row_tiles(out) || cut.groups * tokens < rows || cut.pairs < 1 || cut.pairs > most ||
+            bytes > 101376)
+            failed("%d rows, %d outputs: %d blocks of %d pairs, %d groups, %d bytes", rows, out, cut.blocks,
+                   cut.pairs, cut.groups, bytes);
+        count_checks(1);
+    };
+    for (const int rows : {1, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 80, 81, 128, 129, 500})
         for (const int out : {1, 16, 33, 144, 576, 4096, 36864, 163840})
             for (const bool gated : {false, true})
-                for (const int nt : {1, 2, 3, 5, 7, 9})
-                    for (const int sms : {1, 132, 188}) {
-                        const bool few = nt <= 2;
-                        const int splits = k_splits(row_tiles(out) * (gated ? 2 : 1), 7168);
-                        const GemmCut cut = cut_gemm(out, 1, gated, rows, nt * 8, 0, splits, sms,
-                                                     few ? 8 : kManyWarps, rows > 2);
-                        const int tiles = cut.blocks * cut.warps * (gated ? 1 : 2);
-                        const int partials = nt * 8 * (cut.warps * 32 + 4) * 4;
+                for (const Machine& machine : {Machine{1, {1, 1, 1, 1}}, Machine{132, {132, 66, 31, 14}},
+                                               Machine{188, {188, 90, 40, 20}}}) {
+                    const int splits = k_splits(row_tiles(out) * (gated ? 2 : 1), 7168);
+                    for (const int tokens : {8, 16}) {
+                        const GemmCut cut =
+                            cut_gemm(out, 1, gated, rows, tokens, 0, splits, machine, 9, 9, false);
                         const int columns = (column_blocks(7168) + splits - 1) / splits * kBlockColumns;
-                        const int bytes =
-                            few ? nt * 64 + few_activation_bytes(columns, nt * 8) + partials
-                                : nt * 64 + 128 + std::max(kManySlots * many_piece_bytes(nt), partials);
-                        if (tiles < row_tiles(out) || cut.groups * nt * 8 < rows || cut.warps < 2 ||
-                            cut.warps > 8 || (cut.warps & (cut.warps - 1)) != 0 || bytes > 101376)
-                            failed("%d rows, %d outputs: %d blocks of %d warps, %d groups, %d bytes", rows,
-                                   out, cut.blocks, cut.warps, cut.groups, bytes);
-                        count_checks(1);
+                        check_cut(cut, rows, out, gated, tokens, 9,
+                                  tokens * 8 + few_activation_bytes(columns, tokens, true) +
+                                      tokens * (cut.pairs * 32 + 4) * 4);
                     }
+                    const ManyShape shape = many_shape(rows);
+                    for (const int step_bytes :
+                         {576, 640, 1024, 2048}) {  // w4a16, with f32 scales, bf16, f32
+                        const int most = many_pairs(shape.groups, step_bytes),
+                                  columns = step_bytes < 1024 ? 64 : 32;
+                        const int slots = many_slots(shape.all(), most, columns, step_bytes);
+                        const GemmCut cut = cut_gemm(out, 1, gated, rows, shape.all() * 8, 0, splits, machine,
+                                                     most, most, false);
+                        check_cut(cut, rows, out, gated, shape.all() * 8, most,
+                                  128 + std::max(slots * many_step_bytes(shape.all(), cut.pairs, columns,
+                                                                         step_bytes),
+                                                 shape.all() * 8 * (cut.pairs * 32 + 4) * 4));
+                        if (slots < 3) failed("%d slots of %d token tiles", slots, shape.all());
+                    }
+                }
     // activations: what fits is whole turns of the ring, and all of it where all of it was asked for
-    for (const int tokens : {1, 2, 5, 8, 9, 16})
-        for (const int columns : {64, 256, 320, 896, 1536, 7168, 18432}) {
-            const int bytes = few_activation_bytes(columns, tokens), chunk = few_chunk_columns(bytes, tokens);
-            if (bytes > kFewActivationBytes || chunk % kFewRound != 0 ||
-                tokens * few_row_bytes(chunk) > bytes || (bytes < kFewActivationBytes && chunk < columns))
-                failed("%d tokens, %d columns: %d bytes hold %d", tokens, columns, bytes, chunk);
-            count_checks(1);
-        }
+    for (const bool alone : {false, true})
+        for (const int tokens : {1, 2, 5, 8, 9, 16})
+            for (const int columns : {64, 256, 320, 896, 1536, 7168, 18432}) {
+                const int most = alone ? kFewActivationBytesAlone : kFewActivationBytes;
+                const int bytes = few_activation_bytes(columns, tokens, alone);
+                const int chunk = few_chunk_columns(bytes, tokens);
+                if (bytes > most || chunk % kFewRound != 0 || tokens * few_row_bytes(chunk) > bytes ||
+                    (bytes < most && chunk < columns))
+                    failed("%d tokens, %d columns: %d bytes hold %d", tokens, columns, bytes, chunk);
+                count_checks(1);
+            }
 }
 
 }  // namespace kdt::testing

@@ -173,7 +173,7 @@ TestMatrix random_matrix(Random& random, WeightKind kind, DType scale_dtype, int
 
 std::vector<int> row_counts() {
     if (options().small) return {2, 5, 9, 17};
-    return {2, 3, 5, 8, 9, 16, 17, 33, 64, 65};
+    return {2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 65, 81};
 }
 
 float garbage(int kind, Random& random) {

@@ -150,6 +150,10 @@ inline void meet_later(int barrier, int threads) {
 inline void barrier_init(uint32_t barrier, int count) {
     kdt_emulator::barrier_init(shared_memory() + barrier, count);
 }
+inline void barrier_init_fence() {}
+inline void barrier_arrive(uint32_t barrier) {
+    kdt_emulator::barrier_arrive(shared_memory() + barrier);
+}
 inline void barrier_arrive(uint32_t barrier, uint32_t rank) {
     kdt_emulator::barrier_arrive(
         const_cast<void*>(kdt_emulator::cluster_address(shared_memory() + barrier, rank)));
@@ -162,6 +166,18 @@ inline void copy_async_arrive(uint32_t barrier) {
 }
 inline void barrier_wait(uint32_t barrier, int parity) {
     kdt_emulator::barrier_wait(shared_memory() + barrier, parity);
+}
+
+inline void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+    kdt_emulator::bulk_copy(shared_memory() + shared, global, bytes, shared_memory() + barrier);
+}
+
+inline uint4 load_shared_16(uint32_t shared) {
+    return *reinterpret_cast<const uint4*>(shared_memory() + shared);
+}
+
+inline uint2 load_shared_8(uint32_t shared) {
+    return *reinterpret_cast<const uint2*>(shared_memory() + shared);
 }
 
 inline uint4 load_streaming(const void* global, bool wanted = true) {
