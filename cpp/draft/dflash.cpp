@@ -102,9 +102,10 @@ DFlashRunner::DFlashRunner(Backend& b, const DFlashModel& model, const DFlashPla
         feed_graphs_[i] = b.record([this, capacity = kFeedSizes[i]] { queue_feed(capacity, true); });
 }
 
-void DFlashRunner::wait_for_uploads() {
-    if (uploading_) backend_.synchronize();
-    uploading_ = false;
+void DFlashRunner::wait_for(bool uploading) {
+    if (!uploading) return;
+    backend_.synchronize();
+    feed_uploading_ = block_uploading_ = false;
 }
 
 DraftCache DFlashRunner::cache(int layer) const {
@@ -117,7 +118,7 @@ DraftCache DFlashRunner::cache(int layer) const {
 // features, keys and values of committed positions
 
 void DFlashRunner::stage_feed(int sequence, int first, int count, bool from_kept) {
-    wait_for_uploads();
+    wait_for(feed_uploading_);
     *feed_in_.host<int32_t>(feed_.live) = count;
     *feed_in_.host<int32_t>(feed_.sequence) = sequence;
     int32_t* const position = feed_in_.host<int32_t>(feed_.position);
@@ -127,7 +128,7 @@ void DFlashRunner::stage_feed(int sequence, int first, int count, bool from_kept
         std::iota(index, index + count, sequence * kKeptRows);
     }
     feed_in_.upload();
-    uploading_ = true;
+    feed_uploading_ = true;
 }
 
 void DFlashRunner::queue_feed(int capacity, bool from_kept) {
@@ -224,14 +225,14 @@ void DFlashRunner::queue_draft() {
 
 void DFlashRunner::begin(int sequence, int start, int32_t root) {
     const DFlashConfig& c = model_.config;
-    if (begun_.sequence >= 0) wait_for_uploads();
+    wait_for(block_uploading_);  // of a draft that was begun and forgotten
     *block_in_.host<int32_t>(in_.sequence) = sequence;
     *block_in_.host<int32_t>(in_.start) = start;
     *block_in_.host<int32_t>(in_.token) = root;
     int32_t* const position = block_in_.host<int32_t>(in_.position);
     std::iota(position, position + c.block_rows, start);
     block_in_.upload();
-    uploading_ = true;
+    block_uploading_ = true;
     draft_graph_->launch();
     begun_ = {sequence, start, root};
 }
@@ -239,7 +240,7 @@ void DFlashRunner::begin(int sequence, int start, int32_t root) {
 void DFlashRunner::draft(int sequence, int start, int32_t root, Proposal& proposal) {
     if (begun_ != Begun{sequence, start, root}) begin(sequence, start, root);
     out_.download();  // and waits for all uploads
-    uploading_ = false;
+    feed_uploading_ = block_uploading_ = false;
     begun_.sequence = -1;
 
     const DFlashConfig& c = model_.config;

@@ -72,7 +72,7 @@ class DFlashRunner {
     static constexpr std::array<int, 12> kFeedSizes = {1, 2, 3, 4, 6, 8, 12, 17, 33, 65, 97, kKeptRows};
 
     // Host memory that is being uploaded must not change before the device has read it.
-    void wait_for_uploads();
+    void wait_for(bool uploading);
     void stage_feed(int sequence, int first, int count, bool from_kept);
     void queue_feed(int capacity, bool from_kept);
     void queue_draft();
@@ -100,7 +100,7 @@ class DFlashRunner {
     int table_width_;
     std::array<std::unique_ptr<Graph>, kFeedSizes.size()> feed_graphs_;
     std::unique_ptr<Graph> draft_graph_;
-    bool uploading_ = false;
+    bool feed_uploading_ = false, block_uploading_ = false;
     struct Begun {
         int sequence = -1, start = 0;
         int32_t root = 0;

@@ -342,10 +342,14 @@ void Executor::run_rows(int sequence, std::span<const RowSpec> rows, std::span<c
             if (i < 0 || i >= n)
                 fail(ErrorCode::invalid_argument, "row %d wants logits or taps, of %d rows", i, n);
     }
-    for (const int layer : tap_layers)
+    for (size_t i = 0; i < tap_layers.size(); ++i) {
+        const int layer = tap_layers[i];
         if (layer < 0 || layer >= engine_->config().num_hidden_layers)
             fail(ErrorCode::invalid_argument, "tap layer %d; the model has layers 0 to %d", layer,
                  engine_->config().num_hidden_layers - 1);
+        if (std::find(tap_layers.begin(), tap_layers.begin() + i, layer) != tap_layers.begin() + i)
+            fail(ErrorCode::invalid_argument, "tap layer %d is named twice", layer);
+    }
     int last = 0;
     for (const RowSpec& r : rows) last = std::max(last, r.ancestors.empty() ? r.position + 1 : r.prefix);
     reserve(sequence, last);

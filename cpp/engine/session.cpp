@@ -99,6 +99,9 @@ void Session::begin(const GenerateParams& params) {
              static_cast<double>(s.top_p));
     if (!(s.min_p >= 0.0f && s.min_p <= 1.0f))
         fail(ErrorCode::invalid_argument, "min_p is %g; expected 0 (off) to 1", static_cast<double>(s.min_p));
+    if (params.stop_tokens.size() > static_cast<size_t>(kMaxStops))
+        fail(ErrorCode::invalid_argument, "%zu stop tokens; expected at most %d", params.stop_tokens.size(),
+             kMaxStops);
     if (tokens_.empty())
         fail(ErrorCode::invalid_argument, "the prompt is empty: there is no token to continue from");
     if (tokens_.size() >= static_cast<size_t>(executor_->context()))

@@ -77,7 +77,8 @@ class Session {
     void begin(const GenerateParams& params);
     // One prompt chunk, or one round. After a finish other than none the generation is over.
     StepResult step();
-    // From another thread or a signal: the running step ends within one layer, with nothing committed.
+    // From another thread or a signal: the generation ends with nothing more committed; on a CPU within one
+    // layer, on a device before its next round. A draft or a measurement of costs runs to its end.
     void cancel() { cancel_.store(true, std::memory_order_relaxed); }
     // Back to the first `length` tokens.
     void rewind(int length);

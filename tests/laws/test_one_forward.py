@@ -78,6 +78,12 @@ def test_fewer_logits_or_taps_change_no_bit(engine: _native.Engine) -> None:
     assert one_tap.tobytes() == taps[5, engine.config["hidden_size"] :].tobytes()
 
 
+def test_a_layer_is_tapped_once(engine: _native.Engine) -> None:
+    """Catches the second place of a layer's taps left as it was: what lay in memory."""
+    with pytest.raises(_native.Error, match="tap layer 2 is named twice"):
+        prefilled(engine, 9).run_rows([1], [9], [10], [[]], [], [0], [2, 0, 2])
+
+
 def test_commit_then_decode_equals_fresh_prefill(engine: _native.Engine) -> None:
     """Catches a commit that rounds, misplaces or drops a latent."""
     session = open_session(engine)

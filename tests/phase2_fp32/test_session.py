@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,11 @@ def refused(call: Callable[[], object], code: str, *words: str) -> None:
         (dict(max_tokens=4, min_p=-0.1), ["min_p", "-0.1"]),
         (dict(max_tokens=4, budget=65), ["budget", "65", "64"]),
         (dict(max_tokens=4, budget=-2), ["budget", "-2"]),
+        (dict(max_tokens=4, stop_tokens=list(range(100, 165))), ["65 stop tokens", "64"]),
+        (dict(max_tokens=4, stop_tokens=[100] * 1_000_000), ["1000000 stop tokens", "64"]),  # written past their array
     ],
 )
-def test_bad_parameters_are_refused(engine: _native.Engine, options: dict[str, float], words: list[str]) -> None:
+def test_bad_parameters_are_refused(engine: _native.Engine, options: dict[str, Any], words: list[str]) -> None:
     session = open_session(engine)
     session.append([1, 2, 3])
     refused(lambda: session.begin(**options), "invalid_argument", *words)
