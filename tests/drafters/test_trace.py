@@ -102,6 +102,15 @@ def test_lines_come_back_as_rounds(seen: Watched, tmp_path: Path) -> None:
         ({"nodes": 2}, "2 nodes"),
         ({"path": [5]}, "path"),
         ({"probabilities": [1.0]}, "probabilities"),
+        ({"probabilities": [1.0, float("nan")]}, "probability is nan"),
+        ({"sources": [0, 7]}, "sources"),
+        ({"emitted": [float("inf")]}, "emitted is inf"),
+        ({"nodes": True}, "nodes is True"),
+        ({"tokens": "12"}, "tokens is no list"),
+        ({"seconds": [0.1]}, "seconds is no object"),
+        ({"seconds": {"verify": "long"}}, "seconds.verify is 'long'"),
+        ({"text": ["a"]}, "text has 1 entries for 2 tokens"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_line_that_is_no_round_is_named(tmp_path: Path, line: Any, word: str) -> None:

@@ -54,19 +54,23 @@ def read_trace(path: Path) -> list[Round]:
             value = json.loads(line)
         except ValueError as error:
             raise TraceError(f"{where} is not JSON: {error}") from None
+        except RecursionError:
+            raise TraceError(f"{where} is no round: it is nested too deeply") from None
         if not isinstance(value, dict):
             raise TraceError(f"{where} is no object")
         try:
             rounds.append(_round(value))
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise TraceError(f"{where} is no round: it has no {error}") from None
+        except ValueError as error:
             raise TraceError(f"{where} is no round: {error}") from None
     return rounds
 
 
 def _round(v: dict[str, Any]) -> Round:
-    lists = {name: [int(x) for x in v[name]] for name in ("tokens", "parents", "depths", "sources", "path", "emitted")}
-    count = len(lists["tokens"])
-    probabilities = [float(p) for p in v["probabilities"]]
+    lists = {name: _integers(v, name) for name in ("tokens", "parents", "depths", "sources", "path", "emitted")}
+    count, emitted = len(lists["tokens"]), len(lists["emitted"])
+    probabilities = [_number(p, "a probability") for p in _list(v, "probabilities")]
     for name in ("parents", "depths", "sources"):
         if len(lists[name]) != count:
             raise ValueError(f"{name} has {len(lists[name])} entries, tokens {count}")
@@ -74,16 +78,52 @@ def _round(v: dict[str, Any]) -> Round:
         raise ValueError(f"{len(probabilities)} probabilities of {count} nodes")
     if any(not 0 <= p < i for i, p in enumerate(lists["parents"]) if i > 0):
         raise ValueError("a node's parent does not come before it")
-    nodes = int(v["nodes"])
+    if any(s not in SOURCES for s in lists["sources"]):
+        raise ValueError(f"sources are {lists['sources']}; expected 0 to {max(SOURCES)}")
+    nodes = _integer(v["nodes"], "nodes")
     if not 0 <= nodes < count or any(not 0 <= row <= nodes for row in lists["path"]):
         raise ValueError(f"{nodes} nodes verified of {count - 1}, path {lists['path']}")
+    if not isinstance(v["seconds"], dict):
+        raise ValueError("seconds is no object")
     return Round(
-        number=int(v["round"]),
-        position=int(v["position"]),
+        number=_integer(v["round"], "round"),
+        position=_integer(v["position"], "position"),
         probabilities=probabilities,
         nodes=nodes,
-        seconds={str(k): float(s) for k, s in v["seconds"].items()},
-        text=[str(t) for t in v.get("text", lists["tokens"])],
-        emitted_text=[str(t) for t in v.get("emitted_text", lists["emitted"])],
+        seconds={str(k): _number(s, f"seconds.{k}") for k, s in v["seconds"].items()},
+        text=_texts(v, "text", lists["tokens"], count),
+        emitted_text=_texts(v, "emitted_text", lists["emitted"], emitted),
         **lists,
     )
+
+
+def _list(v: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(v[name], list):
+        raise ValueError(f"{name} is no list")
+    return list(v[name])
+
+
+def _integer(x: Any, name: str) -> int:
+    if isinstance(x, bool) or not isinstance(x, int) or abs(x) >= 2**31:
+        raise ValueError(f"{name} is {x!r:.40}; expected an integer of 32 bits")
+    return x
+
+
+def _integers(v: dict[str, Any], name: str) -> list[int]:
+    return [_integer(x, f"an entry of {name}") for x in _list(v, name)]
+
+
+def _number(x: Any, name: str) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < 1e9:
+        raise ValueError(f"{name} is {x!r:.40}; expected a number from 0 on")
+    return float(x)
+
+
+def _texts(v: dict[str, Any], name: str, instead: list[int], count: int) -> list[str]:
+    """Of `count` tokens; their ids where the trace has no text."""
+    if name not in v:
+        return [str(token) for token in instead]
+    texts = [str(text) for text in _list(v, name)]
+    if len(texts) != count:
+        raise ValueError(f"{name} has {len(texts)} entries for {count} tokens")
+    return texts
