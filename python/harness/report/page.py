@@ -126,7 +126,7 @@ def _laws(all_laws: Sequence[Laws]) -> Section | None:
                 number(str(m.prompt)),
                 number(str(m.tokens)),
                 number(str(m.budgets)),
-                number(str(m.longest)),
+                number("–" if m.longest is None else str(m.longest)),
                 Cell(f"{m.different} DIFFER", "bad") if m.different else Cell(_same(m), "good"),
             ]
             for m in laws.models

@@ -101,7 +101,7 @@ class Law:
     tokens: int
     budgets: int
     different: int
-    longest: int
+    longest: int | None  # accepted path; None where the record does not say
     latents: bool
 
 
@@ -413,6 +413,7 @@ def law(run: Fields, name: str) -> Law:
     """One model of kdtree-laws."""
     budgets = list(run.items("budgets"))
     same = ("tokens_equal", "logits_equal", "latents_equal")
+    lengths = [longest for b in budgets if (longest := b.maybe_number("longest")) is not None]
     return Law(
         name=name,
         device=run.text("device"),
@@ -420,7 +421,7 @@ def law(run: Fields, name: str) -> Law:
         tokens=int(run.number("tokens", 0)),
         budgets=len(budgets),
         different=sum(any(b.value.get(key) is False for key in same) for b in budgets),
-        longest=int(max((b.number("longest") for b in budgets), default=0)),
+        longest=int(max(lengths)) if lengths else None,
         latents=bool(budgets) and all(b.value.get("latents_equal") is not None for b in budgets),
     )
 
