@@ -85,6 +85,11 @@ GoldenRun load_golden_run(const KdtrFile& file, int vocab) {
     const TensorView& position = want(file, "draft.position", DType::i32, 1);
     const TensorView& draft_tokens = want(file, "draft.tokens", DType::i32, 3);
     const TensorView& draft_logp = want(file, "draft.logp", DType::f32, 3);
+    if (prompt.shape[0] < 1 || tokens.shape[0] < 1)
+        fail(ErrorCode::bad_model,
+             "%s: prompt.tokens has %lld tokens, plain.tokens %lld; expected at least one of each",
+             file.label().c_str(), static_cast<long long>(prompt.shape[0]),
+             static_cast<long long>(tokens.shape[0]));
     if (logits.shape[0] != tokens.shape[0] || logits.shape[1] != vocab)
         fail(ErrorCode::bad_model, "%s: plain.logits is %s; expected [%lld, %d]", file.label().c_str(),
              shape_text(logits.shape).c_str(), static_cast<long long>(tokens.shape[0]), vocab);

@@ -25,11 +25,9 @@ constexpr const char* kUsage =
     "usage: kdtree-verify FILE [--device cpu|cuda[:N]] [--threads N] [--isa NAME] [--precision f32|bf16] "
     "[--budget N]\n"
     "Decodes a golden bundle plainly and with trees of N nodes (64). Tree tokens and logits must be the "
-    "plain "
-    "ones, bit for bit.\n"
+    "plain ones, bit for bit.\n"
     "In f32 both must be the bundle's; in bf16 (a GPU's default), which cannot have a float32 oracle's "
-    "tokens, "
-    "logits must be near\n"
+    "tokens, logits must be near\n"
     "its own along the bundle's text: at the median position within 3e-2 * max(1, largest |logit|).\n";
 
 struct Options {
@@ -97,7 +95,7 @@ Run decode(const std::shared_ptr<Executor>& executor, const GoldenRun& golden, i
     return run;
 }
 
-// Logits along the bundle's own text, behind each of its tokens' predecessors.
+// Logits along the bundle's own text: those from which each of its tokens was chosen.
 std::vector<float> logits_along(const std::shared_ptr<Executor>& executor, const GoldenRun& golden,
                                 int vocab) {
     std::vector<int32_t> text(golden.prompt);
@@ -126,9 +124,8 @@ void report(const std::string& bundle, const std::string& backend, const char* d
                     run.decoding.tokens.size(), run.decoding.logits.size());
     else if (rounded)
         std::printf(
-            "      Along the bundle's text the median position differs from the float32 oracle by %.1e, of "
-            "%.1e "
-            "allowed; bf16 is not asked for its tokens.\n",
+            "      Along the bundle's text the median position differs from the float32 oracle by %.1e, "
+            "of %.1e allowed; bf16 is not asked for its tokens.\n",
             v.median, v.allowed);
     else
         std::printf("      Tokens are the oracle's, logits differ by %.1e, of %.1e allowed.\n", v.largest,

@@ -3,6 +3,8 @@ model."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,3 +200,25 @@ def test_a_claim_of_millions_costs_nothing(tmp_path: Path, field: str) -> None:
     with pytest.raises(EngineError, match=f"{field} is {2**24}") as caught:
         Engine.load(path, device="cpu")
     assert caught.value.code == "bad_model"
+
+
+@pytest.mark.parametrize("empty", ["prompt.tokens", "plain.tokens"])
+def test_a_golden_run_of_nothing_is_refused(tmp_path: Path, empty: str) -> None:
+    """Catches kdtree-verify reading before the first token, or behind the last, of a list without any."""
+    program = Path(sys.executable).with_name("kdtree-verify")
+    if not program.exists():
+        pytest.skip(f"NOT RUN: {program.name} is not installed beside this Python")
+    vocab = int(CONFIG32["vocab_size"])
+    arrays = bundle() | {
+        "prompt.tokens": np.arange(4, dtype=np.int32),
+        "plain.tokens": np.arange(3, dtype=np.int32),
+        "draft.position": np.arange(1, dtype=np.int32),
+        "draft.tokens": np.zeros((1, 1, 1), np.int32),
+        "draft.logp": np.zeros((1, 1, 1), np.float32),
+    }
+    arrays[empty] = arrays[empty][:0]
+    arrays["plain.logits"] = np.zeros((len(arrays["plain.tokens"]), vocab), np.float32)
+    kdtr.write(tmp_path / "golden.kdtr", arrays)
+    run = subprocess.run([program, tmp_path / "golden.kdtr"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1 and run.stdout == ""
+    assert f"{empty} has 0 tokens" in run.stderr or f"{empty} 0" in run.stderr
