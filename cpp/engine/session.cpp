@@ -333,7 +333,12 @@ void Session::begin_next_draft(int available) {
     next_asked_ = ask(available);
     if (!(next_asked_ & kFromTable)) return;
     Stopwatch watch;
-    draft_model_->begin(tokens_.back());
+    try {
+        draft_model_->begin(tokens_.back());
+    } catch (const std::exception&) {
+        // What was emitted must reach the caller, whatever becomes of a draft that nobody has asked for yet:
+        // the next round begins it again, and says what is wrong.
+    }
     begin_seconds_ = watch.lap();
 }
 
