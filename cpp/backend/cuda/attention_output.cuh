@@ -114,7 +114,7 @@ struct Output {
         for (int n = 0; n < kOutputTiles; n += 2) {
             if (n >= tiles) break;
             if (n + 2 < kOutputTiles) read(n + 2);
-            const uint32_t(&b)[4] = v[n / 2 % 2];
+            const uint32_t (&b)[4] = v[n / 2 % 2];
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 ptx::mma_bf16(o[m][n], p[m].x, p[m].y, p[m].z, p[m].w, b[0], b[1]);

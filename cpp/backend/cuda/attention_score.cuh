@@ -65,7 +65,7 @@ struct Queries {
         for (int i = 0; i < kMostSteps; ++i) {
             if (i >= steps) break;
             if (i + 1 < kMostSteps) read(i + 1);
-            const uint32_t(&q)[4] = fragment[i];
+            const uint32_t (&q)[4] = fragment[i];
 #pragma unroll
             for (int n = 0; n < 4; ++n)
                 ptx::mma_bf16(sum[n], q[0], q[1], q[2], q[3], b[i % 2][n / 2][n % 2 * 2],

@@ -23,11 +23,11 @@ __device__ __forceinline__ void stage_activations(const GemmArgs& a, unsigned ch
                                                   int tokens, int width, int column, int head, int thread,
                                                   int threads) {
     const int groups = width / 8, row_bytes = few_row_bytes(width);
-    const auto load = [&](float(&v)[8], int token, int group) {
+    const auto load = [&](float (&v)[8], int token, int group) {
         load_eight(v, a.x + x_row[token] * a.x_stride + head * a.x_head_stride, column + group * 8, a.in,
                    a.wide);
     };
-    const auto store = [&](const float(&v)[8], int token, int group) {
+    const auto store = [&](const float (&v)[8], int token, int group) {
         *reinterpret_cast<uint4*>(xs + token * row_bytes + group * 16) =
             make_uint4(ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]),
                        ptx::pack_bf16(v[6], v[7]));

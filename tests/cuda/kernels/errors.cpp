@@ -41,9 +41,8 @@ KDT_CASE(weights_that_are_not_finite_are_refused) {
     m = random_matrix(random, WeightKind::w4a16, DType::f32, 20, 64);
     m.scales[2] = 3e38f;
     expect_error(ErrorCode::not_finite, "in row 1 of 20", [&] { b.upload_matrix(m.host(), "layer.w"); });
-    expect_error(ErrorCode::not_finite, "norm has nan at index 1", [&] {
-        b.upload_vector(std::vector<float>{1.0f, NAN}, "norm");
-    });
+    expect_error(ErrorCode::not_finite, "norm has nan at index 1",
+                 [&] { b.upload_vector(std::vector<float>{1.0f, NAN}, "norm"); });
     m = random_matrix(random, WeightKind::w4a16, DType::f32, 20, 64);
     b.upload_matrix(m.host(), "a good one");
 }
@@ -58,9 +57,8 @@ KDT_CASE(shapes_that_do_not_fit_are_refused) {
     expect_error(ErrorCode::bad_model, "shape [4, 0]", [&] { b.upload_matrix(h, "w"); });
     const Weight w = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 16, 32).host(), "w");
     const Weight v = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 16, 64).host(), "v");
-    expect_error(ErrorCode::invalid_argument, "one shape was expected", [&] {
-        b.gated_linear({{1, nullptr}, nullptr, w, v, nullptr});
-    });
+    expect_error(ErrorCode::invalid_argument, "one shape was expected",
+                 [&] { b.gated_linear({{1, nullptr}, nullptr, w, v, nullptr}); });
     const Weight t = b.upload_matrix(random_matrix(random, WeightKind::f32, DType::f32, 32, 16).host(), "t");
     const Weight t16 =
         b.upload_matrix(random_matrix(random, WeightKind::bf16, DType::f32, 32, 16).host(), "t");
