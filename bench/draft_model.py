@@ -16,14 +16,15 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 
 from kdtree_engine import _native
+from kdtree_engine.cli.bench import commit
 
+ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
     "k2": dict(
         hidden=7168, vocab=163840, layers=6, heads=64, kv_heads=8, head_dim=128, inner=18432, taps=6, rows=8,
@@ -139,12 +140,11 @@ def main() -> int:
             dict(context=context, committed_per_round=committed, median=median, seconds=seconds, floor=floor)
         )
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         args.json.write_text(
             json.dumps(
                 dict(
                     command=f"python bench/draft_model.py --shape {args.shape} --contexts {args.contexts}",
-                    device=engine.description, machine=platform.machine(), commit=commit.stdout.strip(),
+                    device=engine.description, machine=platform.machine(), commit=commit(ROOT) or "unknown",
                     date=time.strftime("%Y-%m-%d"), read_bytes_per_second=rate, shape=s, results=records,
                 ),
                 indent=1,

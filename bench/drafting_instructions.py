@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from demo_model import prompts
-from drafting_pairs import commit, options
+from drafting_pairs import ROOT, options
 from kdtree_engine import Engine, demo_model
+from kdtree_engine.cli.bench import commit
 
 CHOICES = ("plain", "chain", "tree 8", "auto")
 PROMPT = 16  # tokens
@@ -66,7 +67,8 @@ def main() -> None:
     if args.choice:
         decode(args.corpus, args.kinds[0], args.choice, args.tokens, args.answers)
         return
-    record: dict[str, Any] = {"commit": commit(), "tokens": args.tokens, "prompt": PROMPT, "isa": "avx2", "cells": {}}
+    record: dict[str, Any] = {"commit": commit(ROOT) or "unknown", "tokens": args.tokens, "prompt": PROMPT,
+                              "isa": "avx2", "cells": {}}  # fmt: skip
     for kind in args.kinds:
         cell: dict[str, Any] = {}
         for choice in CHOICES:

@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +34,9 @@ import numpy as np
 from demo_model import SIZE, cut, prompts
 from harness.train.sources import KINDS
 from kdtree_engine import DFlashDrafter, DraftOptions, Engine, demo_model
+from kdtree_engine.cli.bench import commit
 
+ROOT = Path(__file__).resolve().parents[1]
 RESAMPLES = 10_000
 TREES = (4, 8, 16, 32)
 FIXED = ("chain", *(f"tree {n}" for n in TREES))
@@ -146,13 +147,6 @@ def of_kind(engine: Engine, corpus: Path, kind: str, count: int, demo: bool) -> 
     return cut(engine.encode((corpus / f"heldout.{kind}.txt").read_text()), count)
 
 
-def commit() -> str:
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    return run.stdout.strip() or "unknown"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a target; default: the demo model and its draft model")
@@ -190,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": args.machine,
         "engine": engine.description,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
+        "commit": commit(ROOT) or "unknown",
         "load_average": [[round(x, 2) for x in os.getloadavg()]],
         "tokens": args.tokens,
         "cells": {},

@@ -21,7 +21,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_engine import Engine, EngineError
+from kdtree_engine.cli.bench import commit
 from kdtree_engine.convert import convert
 from kdtree_engine.inspection import inspect_path
 from kdtree_engine.perplexity import perplexity
@@ -87,14 +87,6 @@ def line(row: Row, first: float) -> str:
     )
 
 
-def commit() -> str:
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=7"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return asked.stdout.strip() or "unknown"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL")
@@ -131,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.json is not None:
         record = {
             "command": "python bench/int4_accuracy.py " + shlex.join(argv if argv is not None else sys.argv[1:]),
-            "commit": commit(),
+            "commit": commit(Path(__file__).resolve().parents[1]) or "unknown",
             "date": datetime.date.today().isoformat(),
             "cores": len(os.sched_getaffinity(0)),
             "model": options.model.resolve().name,

@@ -27,9 +27,10 @@ class CostTable {
     void observe(int nodes, double seconds);
     // Of the smallest captured size that holds `nodes`.
     double seconds(int nodes) const { return seconds_[index(nodes)]; }
+    // Of that size in kSizes.
+    static size_t index(int nodes);
 
   private:
-    static size_t index(int nodes);
     void fill();  // interpolates what is not known; more nodes never cost less
 
     std::array<double, kSizes.size()> seconds_{}, raw_{};

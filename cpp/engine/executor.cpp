@@ -443,8 +443,7 @@ bool Executor::launch_round(int nodes, bool taps, const std::atomic<bool>* cance
 // One recording per size of the cost table: rows in between ride as padding, which changes no bit and loads
 // no weights.
 Graph* Executor::round_graph(int rows, bool taps) {
-    size_t i = 0;
-    while (CostTable::kSizes[i] + 1 < rows) ++i;
+    const size_t i = CostTable::index(rows - 1);
     std::unique_ptr<Graph>& graph = round_graphs_[taps][i];
     recorded_ = !graph && backend_.queues();
     if (!graph) {
@@ -566,9 +565,8 @@ void Executor::measure_costs(int sequence, int start, std::span<const int32_t> t
     };
     // A first run records the graph, and a device's first launch of it loads it.
     engine_->costs().measure(once, CostTable::kLimitSeconds, [&](int nodes) {
-        size_t i = 0;
-        while (CostTable::kSizes[i] < nodes) ++i;
-        return !backend_.queues() || round_graphs_[taps][i] ? 0.0 : once(nodes);
+        const bool ready = !backend_.queues() || round_graphs_[taps][CostTable::index(nodes)] != nullptr;
+        return ready ? 0.0 : once(nodes);
     });
 }
 

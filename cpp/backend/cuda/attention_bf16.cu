@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads<MT>, kBlocksPerSm<MT>) attend(const A
 template <int MT, class Shape>
 void launch_as(const GemmLaunch& l, AttentionArgs args) {
     const int tiles = (args.heads + MT * 16 - 1) / (MT * 16);
-    args.blocks = attention_blocks(args.rows.count * tiles, args.parts, l.sms * kBlocksPerSm<MT> / 2);
+    args.blocks = attention_blocks(args.rows.count * tiles, args.parts, l.machine.sms * kBlocksPerSm<MT> / 2);
     launch<attend<MT, Shape>>({l.stream, l.device, l.name, dim3(args.blocks * 2, tiles, args.rows.count),
                                kThreads<MT>, static_cast<int>(sizeof(Shared<MT>)), 2},
                               args);
@@ -85,7 +85,8 @@ void launch_attend_bf16(const GemmLaunch& l, const AttentionArgs& args) {
     if (args.latent != 512 || args.rope != 64) return launch_as<4, AnyShape>(l, args);
     // A single row with few keys has few clusters: of 16 heads there are more, as long as each block has an
     // SM.
-    const bool few_clusters = args.rows.count == 1 && 2 * args.parts * ((args.heads + 15) / 16) <= l.sms;
+    const bool few_clusters =
+        args.rows.count == 1 && 2 * args.parts * ((args.heads + 15) / 16) <= l.machine.sms;
     if (args.heads > 16 && !few_clusters) return launch_as<4, ReleasedShape>(l, args);
     launch_as<1, ReleasedShape>(l, args);
 }

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_f32(const AttentionArgs a)
 }  // namespace
 
 void launch_attend_f32(const GemmLaunch& l, AttentionArgs args) {
-    args.blocks = attention_blocks(args.rows.count * args.heads, args.parts, 4 * l.sms);
+    args.blocks = attention_blocks(args.rows.count * args.heads, args.parts, 4 * l.machine.sms);
     const int width = args.latent + args.rope;
     const int shared = ((width + 1) / 2 * 2 + kChunkSize + 2) * 4 + kChunkSize * 8;
     launch<attend_f32>(

@@ -89,7 +89,7 @@ size_t experts_bytes(int rows, int top_k, int experts, int hidden, int intermedi
 
 GemmLaunch CudaBackend::at(const char* op) {
     check(cudaSetDevice(device_), op);
-    return {stream_, device_, op, machine_.sms, machine_};
+    return {stream_, device_, op, machine_};
 }
 
 unsigned char* CudaBackend::workspace(size_t bytes) {

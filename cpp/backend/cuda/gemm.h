@@ -52,7 +52,6 @@ struct GemmLaunch {
     cudaStream_t stream;
     int device;
     const char* name;
-    int sms;
     Machine machine;
 };
 

@@ -174,10 +174,12 @@ def description(options: Options, engine: Engine) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """Of the checkout that this package runs from, `-dirty` behind it where files differ; None for a package that was
-    installed."""
-    root = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def commit(root: Path = CHECKOUT) -> str | None:
+    """Of the checkout `root`, by default the one that this package runs from; `-dirty` behind it where files differ.
+    None where `root` is no checkout, as with a package that was installed."""
     if not (root / ".git").exists():
         return None
     try:
