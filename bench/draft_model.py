@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.guard import guarded
 from kdtree_engine import _native
 from kdtree_engine.cli.bench import commit
 
@@ -155,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(guarded(main))
