@@ -151,6 +151,7 @@ void bind_builder(nb::module_& m) {
             "read_rate",
             [](const Engine& e, size_t bytes, int passes) {
                 nb::gil_scoped_release release;
+                const std::lock_guard turn(e.turns());
                 return e.backend().read_rate(bytes, passes);
             },
             "bytes"_a, "passes"_a = 5,
@@ -248,9 +249,14 @@ std::vector<RowSpec> row_specs(const std::vector<int32_t>& tokens, const std::ve
     return rows;
 }
 
-const DFlashRunner& draft_runner(const Session& s) {
-    if (s.draft_model() == nullptr) fail(ErrorCode::invalid_argument, "the engine has no draft model");
-    return s.draft_model()->runner();
+// A thread that waits for a turn lets go of the interpreter's lock, which it need not have: whoever has the
+// turn may want it, and a thread that was told to cancel must be able to run.
+void* let_go() {
+    return PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+}
+
+void take_back(void* thread) {
+    if (thread != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(thread));
 }
 
 void bind_session(nb::module_& m) {
@@ -262,7 +268,13 @@ void bind_session(nb::module_& m) {
             },
             "engine"_a, "context"_a = 0, "sessions"_a = 1, "prefill_rows"_a = 0)
         .def_prop_ro("context", &Executor::context)
-        .def_prop_ro("vacant", &Executor::vacant, "Whether another session can be opened.")
+        .def_prop_ro(
+            "vacant",
+            [](const Executor& e) {
+                const std::lock_guard turn(e.engine().turns());
+                return e.vacant();
+            },
+            "Whether another session can be opened.")
         .def_prop_ro("prefill_rows", &Executor::prefill_rows)
         .def_prop_ro("bytes", &Executor::bytes);
 
@@ -277,7 +289,9 @@ void bind_session(nb::module_& m) {
         .def_ro("prompt_total", &StepResult::prompt_total)
         .def_ro("error", &StepResult::error);
 
-    nb::class_<Session>(m, "Session", "One timeline of tokens.")
+    nb::class_<Session>(m, "Session",
+                        "One timeline of tokens. Any thread may call it: calls of one session wait for each "
+                        "other, computing calls for the engine's turn, in the order in which they came.")
         .def(
             "__init__", [](Session* self, std::shared_ptr<Executor> e) { new (self) Session(std::move(e)); },
             "executor"_a)
@@ -291,7 +305,7 @@ void bind_session(nb::module_& m) {
                     nb::gil_scoped_release release;
                     logits = s.score(tokens);
                 }
-                const size_t vocab = s.executor().engine().config().vocab_size;
+                const size_t vocab = s.engine().config().vocab_size;
                 return to_numpy(std::move(logits), {tokens.size(), vocab});
             },
             "tokens"_a, "Appends tokens and returns the float32 logits [n, vocab] after each of them.")
@@ -323,11 +337,9 @@ void bind_session(nb::module_& m) {
         .def(
             "logits",
             [](const Session& s, size_t first) {
-                const std::vector<float>& all = s.logits();
-                const size_t vocab = s.executor().engine().config().vocab_size, n = all.size() / vocab;
-                first = std::min(first, n);
-                std::vector<float> copy(all.begin() + static_cast<ptrdiff_t>(first * vocab), all.end());
-                return to_numpy(std::move(copy), {n - first, vocab});
+                std::vector<float> values = s.logits(first);
+                const size_t vocab = s.engine().config().vocab_size, n = values.size() / vocab;
+                return to_numpy(std::move(values), {n, vocab});
             },
             "first"_a = 0,
             "float32 [n, vocab]: the logits behind the tokens emitted since begin(keep_logits=True), from "
@@ -335,7 +347,7 @@ void bind_session(nb::module_& m) {
         .def(
             "cache",
             [](const Session& s, int layer) {
-                const ModelConfig& c = s.executor().engine().config();
+                const ModelConfig& c = s.engine().config();
                 if (layer < 0 || layer >= c.num_hidden_layers)
                     fail(ErrorCode::invalid_argument, "layer %d; the model has layers 0 to %d", layer,
                          c.num_hidden_layers - 1);
@@ -348,23 +360,19 @@ void bind_session(nb::module_& m) {
         .def_prop_ro(
             "trace",
             [](const Session& s) -> std::optional<nb::dict> {
-                if (!s.trace()) return std::nullopt;
-                return trace_dict(*s.trace());
+                const std::optional<RoundTrace> trace = s.trace();
+                if (!trace) return std::nullopt;
+                return trace_dict(*trace);
             },
             "What the last round did, with begin(trace=True): tree in pop order, choice, path, seconds.")
         .def_prop_ro(
-            "draft_positions",
-            [](const Session& s) {
-                return s.draft_model() == nullptr
-                           ? std::make_pair(0, 0)
-                           : std::make_pair(s.draft_model()->ready(), s.draft_model()->end());
-            },
+            "draft_positions", [](const Session& s) { return s.draft_positions(); },
             "Positions that the draft model has keys of, and those whose taps it has: the rest wait.")
         .def(
             "draft_features",
             [](const Session& s, int count) {
-                std::vector<float> values = draft_runner(s).features(count);
-                const size_t n = count, hidden = s.executor().engine().config().hidden_size;
+                std::vector<float> values = s.draft_features(count);
+                const size_t n = count, hidden = s.engine().config().hidden_size;
                 return to_numpy(std::move(values), {n, hidden});
             },
             "count"_a,
@@ -372,19 +380,16 @@ void bind_session(nb::module_& m) {
         .def(
             "draft_logits",
             [](const Session& s) {
-                std::vector<float> values = draft_runner(s).logits();
-                const size_t vocab = s.executor().engine().config().vocab_size, n = values.size() / vocab;
+                std::vector<float> values = s.draft_logits();
+                const size_t vocab = s.engine().config().vocab_size, n = values.size() / vocab;
                 return to_numpy(std::move(values), {n, vocab});
             },
             "float32 [drafts, vocab]: what the last draft was taken from, for tests.")
         .def(
             "draft_cache",
             [](const Session& s, int layer) {
-                const DFlashConfig& c = draft_runner(s).config();
-                if (layer < 0 || layer >= c.num_hidden_layers)
-                    fail(ErrorCode::invalid_argument, "layer %d; the draft model has layers 0 to %d", layer,
-                         c.num_hidden_layers - 1);
                 std::vector<float> values = s.draft_cache(layer);
+                const DFlashConfig& c = s.engine().draft_model()->config;
                 const size_t heads = c.num_key_value_heads, dim = c.head_dim;
                 const size_t n = values.size() / (2 * heads * dim);
                 return to_numpy(std::move(values), {n, 2, heads, dim});
@@ -397,18 +402,12 @@ void bind_session(nb::module_& m) {
                const std::vector<int32_t>& want_logits, const std::vector<int32_t>& want_taps,
                const std::vector<int>& tap_layers) {
                 const std::vector<RowSpec> rows = row_specs(tokens, positions, prefixes, ancestors);
-                for (const RowSpec& r : rows)
-                    if (!r.ancestors.empty() ? r.prefix > s.committed()
-                                             : r.position > s.committed() + static_cast<int>(rows.size()))
-                        fail(ErrorCode::invalid_argument, "a row sees %d positions and %d are committed",
-                             r.prefix, s.committed());
                 std::vector<float> logits, taps;
                 {
                     nb::gil_scoped_release release;
-                    s.executor().run_rows(s.sequence(), rows, want_logits, want_taps, tap_layers, logits,
-                                          taps);
+                    s.run_rows(rows, want_logits, want_taps, tap_layers, logits, taps);
                 }
-                const ModelConfig& c = s.executor().engine().config();
+                const ModelConfig& c = s.engine().config();
                 const size_t vocab = c.vocab_size, width = tap_layers.size() * c.hidden_size;
                 return nb::make_tuple(to_numpy(std::move(logits), {want_logits.size(), vocab}),
                                       to_numpy(std::move(taps), {width ? want_taps.size() : 0, width}));
@@ -423,6 +422,7 @@ void bind_session(nb::module_& m) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+    Turns::pause_waits_with({let_go, take_back});
     bind_builder(m);
     bind_session(m);
 }

@@ -9,6 +9,7 @@
 #include "backend/backend.h"
 #include "draft/dflash_weights.h"
 #include "engine/budget.h"
+#include "engine/turns.h"
 #include "model/config.h"
 #include "model/weights.h"
 
@@ -29,9 +30,10 @@ class Engine {
   public:
     const ModelConfig& config() const { return config_; }
     const ModelWeights& weights() const { return weights_; }
-    // Ops are ordered on the backend's one stream, so executors of one engine take turns; one thread at a
-    // time may use them.
+    // Ops are ordered on the backend's one stream, and executors of one engine share its workspace: whoever
+    // calls it, or anything below that changes, has the turn.
     Backend& backend() const { return *backend_; }
+    Turns& turns() const { return turns_; }
     // The draft model that was loaded beside the target; null where there is none.
     const DFlashModel* draft_model() const { return draft_model_.get(); }
     // What a verify costs on this device: measured once, refined while running. With the records of drafts
@@ -50,6 +52,7 @@ class Engine {
     const ModelConfig config_;
     ModelWeights weights_;
     std::unique_ptr<DFlashModel> draft_model_;
+    mutable Turns turns_;
     mutable CostTable costs_;
     mutable std::map<std::string, DraftRecord> draft_records_;
 };

@@ -40,7 +40,7 @@ double gib(size_t bytes) {
 }  // namespace
 
 Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& options)
-    : engine_(std::move(engine)), backend_(engine_->backend()) {
+    : engine_(std::move(engine)), turn_(engine_->turns()), backend_(engine_->backend()) {
     const ModelConfig& c = engine_->config();
     context_ = options.context != 0 ? options.context : std::min(c.max_position_embeddings, kDefaultContext);
     sessions_ = options.sessions;
@@ -163,6 +163,11 @@ Executor::Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& 
         at.page_table = page_table_.as<int32_t>();
         draft_runner_ = std::make_unique<DFlashRunner>(backend_, *draft, at);
     }
+    turn_.unlock();
+}
+
+Executor::~Executor() {
+    turn_.lock();
 }
 
 // ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 // Executor: the memory in which sessions of one engine live (KV pages, tree scratch, activations), and the
 // one place that runs forwards. Everything is allocated at creation, after the sum has been compared with
 // what the device has.
+//
+// Making and destroying an executor take the engine's turn. Everything else is for whoever has it (sessions
+// see to that), but for the numbers that never change.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -35,6 +39,7 @@ struct RowSpec {
 class Executor {
   public:
     Executor(std::shared_ptr<const Engine> engine, const ExecutorOptions& options);
+    ~Executor();
 
     const Engine& engine() const { return *engine_; }
     int context() const { return context_; }
@@ -114,6 +119,9 @@ class Executor {
     void check_forwardable(std::span<const RowSpec> rows) const;
 
     std::shared_ptr<const Engine> engine_;
+    // Held while the constructor runs and from the destructor on: what is declared below is taken and given
+    // back within a turn.
+    std::unique_lock<Turns> turn_;
     Backend& backend_;
     int context_, sessions_, prefill_rows_, max_rows_, pages_per_sequence_, page_count_;
     size_t bytes_ = 0;

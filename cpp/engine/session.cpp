@@ -32,17 +32,24 @@ const char* finish_name(Finish finish) {
     return "?";
 }
 
-Session::Session(std::shared_ptr<Executor> executor)
-    : executor_(std::move(executor)), sequence_(executor_->open_sequence()) {
+Session::Session(std::shared_ptr<Executor> executor) : executor_(std::move(executor)) {
+    const std::lock_guard turn(engine().turns());
+    sequence_ = executor_->open_sequence();
     if (executor_->draft_runner() != nullptr) draft_model_.emplace(*executor_->draft_runner(), sequence_);
 }
 
 Session::~Session() {
+    const std::lock_guard turn(engine().turns());
     executor_->close_sequence(sequence_);
 }
 
 void Session::append(std::span<const int32_t> tokens) {
-    const int vocab = executor_->engine().config().vocab_size;
+    const std::lock_guard call(calls_);
+    extend(tokens);
+}
+
+void Session::extend(std::span<const int32_t> tokens) {
+    const int vocab = engine().config().vocab_size;
     for (size_t i = 0; i < tokens.size(); ++i)
         if (tokens[i] < 0 || tokens[i] >= vocab)
             fail(ErrorCode::invalid_argument, "token %zu is %d, outside the vocabulary of %d", i, tokens[i],
@@ -57,18 +64,22 @@ void Session::append(std::span<const int32_t> tokens) {
 }
 
 std::vector<float> Session::score(std::span<const int32_t> tokens) {
+    const std::lock_guard call(calls_);
     const size_t before = tokens_.size();
-    append(tokens);
-    const size_t vocab = executor_->engine().config().vocab_size;
+    extend(tokens);
+    const size_t vocab = engine().config().vocab_size;
     std::vector<float> logits;
     logits.reserve(tokens.size() * vocab);
     const int total = static_cast<int>(tokens_.size());
-    executor_->reserve(sequence_, total);
     cancel_.store(false);
+    // A turn each chunk: a long text keeps no other session waiting for all of it.
     while (committed_ < total) {
         const int n = std::min({executor_->prefill_rows(), kMaxTreeRows, total - committed_});
-        if (!executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)},
-                                   committed_, n, false, &cancel_)) {
+        std::unique_lock<Turns> turn;
+        if (engine().turns().lock_unless(cancel_)) turn = std::unique_lock(engine().turns(), std::adopt_lock);
+        if (turn) executor_->reserve(sequence_, committed_ + n);
+        if (!turn || !executor_->run_prompt(sequence_, {tokens_.data() + committed_, static_cast<size_t>(n)},
+                                            committed_, n, false, &cancel_)) {
             tokens_.resize(std::max<size_t>(before, committed_));
             if (repetition_.seen() > tokens_.size()) repetition_ = {};
             fail(ErrorCode::invalid_argument, "cancelled while scoring");
@@ -89,6 +100,8 @@ void Session::begin(const GenerateParams& params) {
     if (params.budget < -1 || params.budget > kMaxNodes)
         fail(ErrorCode::invalid_argument, "budget is %d; expected auto (-1) or 0 to %d", params.budget,
              kMaxNodes);
+    const std::lock_guard call(calls_);
+    const std::lock_guard turn(engine().turns());
     const SampleParams& s = params.sample;
     if (!(s.temperature >= 0.0f && s.temperature < HUGE_VALF))
         fail(ErrorCode::invalid_argument, "temperature is %g; expected 0 (greedy) or more",
@@ -128,7 +141,7 @@ void Session::begin(const GenerateParams& params) {
     const std::string budget_of = params.drafter ? params.drafter->name() : "";
     const int fixed = params.drafter ? params.budget : 0;
     if (budget_.fixed() != fixed || budget_of != budget_of_)
-        budget_ = Budget(fixed, executor_->engine().draft_record(budget_of), params.max_tokens);
+        budget_ = Budget(fixed, engine().draft_record(budget_of), params.max_tokens);
     budget_of_ = budget_of;
     trace_.reset();
     next_asked_ = -1;
@@ -143,8 +156,15 @@ void Session::begin(const GenerateParams& params) {
 }
 
 StepResult Session::step() {
+    const std::lock_guard call(calls_);
     if (!generating_) fail(ErrorCode::invalid_argument, "there is no generation to step: call begin first");
-    StepResult result = emitted_ == 0 ? prefill_chunk() : round();
+    StepResult result;
+    if (engine().turns().lock_unless(cancel_)) {
+        const std::lock_guard turn(engine().turns(), std::adopt_lock);
+        result = emitted_ == 0 ? prefill_chunk() : round();
+    } else {
+        result.finish = Finish::cancelled;
+    }
     result.prompt_total = prompt_total_;
     result.prompt_done = std::min(committed_ - prompt_first_, prompt_total_);
     if (result.finish != Finish::none) generating_ = false;
@@ -196,7 +216,7 @@ std::array<double, 2> Session::draft(int asked, int max_depth, Proposal& proposa
 
 int Session::ask(int available) {
     if (budget_.automatic()) repetition_.see(tokens_);
-    return budget_.sources(available, executor_->engine().costs(), repetition_.share());
+    return budget_.sources(available, engine().costs(), repetition_.share());
 }
 
 // Before the first draft is paid for: what one of each source takes, the second time where that is short.
@@ -224,7 +244,7 @@ StepResult Session::round() {
     // A node at depth d emits the token at position start + d + 1, which must exist.
     const int max_depth = std::max(0, context - 2 - start);
     executor_->reserve(sequence_, std::min(context, start + kMaxTreeRows));
-    CostTable& costs = executor_->engine().costs();
+    CostTable& costs = engine().costs();
     const int available = params_.drafter && max_depth > 0 ? params_.drafter->sources() : 0;
     if (available && budget_.automatic() && costs.plain_known()) {
         if (!costs.measured()) executor_->measure_costs(sequence_, start, tokens_, feeds_draft_model_);
@@ -316,7 +336,7 @@ StepResult Session::round() {
         outcome.draft = draft_seconds;
         outcome.seconds = walk.recorded ? costs.seconds(nodes) : target_seconds;
         budget_.observe(outcome, costs);
-        executor_->engine().draft_record(budget_of_) = budget_.record();
+        engine().draft_record(budget_of_) = budget_.record();
     }
     if (result.finish == Finish::none && available) begin_next_draft(available);
     return result;
@@ -326,8 +346,8 @@ StepResult Session::round() {
 // gain, and an answer that ends here would have paid for nothing. With a trace, a round's seconds are its
 // own.
 void Session::begin_next_draft(int available) {
-    const CostTable& costs = executor_->engine().costs();
-    if (!feeds_draft_model_ || params_.trace || !executor_->engine().backend().queues()) return;
+    const CostTable& costs = engine().costs();
+    if (!feeds_draft_model_ || params_.trace || !engine().backend().queues()) return;
     if (budget_.automatic() && !(costs.measured() && budget_.draft_timed(kFromTable))) return;
     if (executor_->context() - 2 - committed_ <= 0) return;
     next_asked_ = ask(available);
@@ -360,6 +380,12 @@ void Session::emit(std::span<const int32_t> tokens, bool failed, StepResult& res
 }
 
 void Session::rewind(int length) {
+    const std::lock_guard call(calls_);
+    const std::lock_guard turn(engine().turns());
+    back_to(length);
+}
+
+void Session::back_to(int length) {
     if (length < 0 || static_cast<size_t>(length) > tokens_.size())
         fail(ErrorCode::invalid_argument, "rewind to %d tokens; the session holds %zu", length,
              tokens_.size());
@@ -369,6 +395,86 @@ void Session::rewind(int length) {
     if (draft_model_) draft_model_->rewind(committed_);
     executor_->shrink(sequence_, committed_);
     generating_ = false;
+}
+
+// ------------------------------------------------------------------------------------------------------------
+// reading
+
+std::vector<int32_t> Session::tokens() const {
+    const std::lock_guard call(calls_);
+    return tokens_;
+}
+
+int Session::committed() const {
+    const std::lock_guard call(calls_);
+    return committed_;
+}
+
+SessionStats Session::stats() const {
+    const std::lock_guard call(calls_);
+    return stats_;
+}
+
+std::vector<float> Session::logits(size_t first) const {
+    const std::lock_guard call(calls_);
+    const size_t vocab = static_cast<size_t>(engine().config().vocab_size);
+    const size_t from = std::min(first, kept_logits_.size() / vocab) * vocab;
+    return {kept_logits_.begin() + static_cast<std::ptrdiff_t>(from), kept_logits_.end()};
+}
+
+std::optional<RoundTrace> Session::trace() const {
+    const std::lock_guard call(calls_);
+    return trace_;
+}
+
+std::vector<float> Session::cache(int layer) const {
+    const std::lock_guard call(calls_);
+    const std::lock_guard turn(engine().turns());
+    return executor_->cache(sequence_, layer, committed_);
+}
+
+std::pair<int, int> Session::draft_positions() const {
+    const std::lock_guard call(calls_);
+    return draft_model_ ? std::pair(draft_model_->ready(), draft_model_->end()) : std::pair(0, 0);
+}
+
+const DFlashRunner& Session::draft_runner() const {
+    if (!draft_model_) fail(ErrorCode::invalid_argument, "the engine has no draft model");
+    return draft_model_->runner();
+}
+
+std::vector<float> Session::draft_cache(int layer) const {
+    const std::lock_guard call(calls_);
+    const int layers = draft_runner().config().num_hidden_layers;
+    if (layer < 0 || layer >= layers)
+        fail(ErrorCode::invalid_argument, "layer %d; the draft model has layers 0 to %d", layer, layers - 1);
+    const std::lock_guard turn(engine().turns());
+    return executor_->draft_cache(sequence_, layer, draft_model_->ready());
+}
+
+std::vector<float> Session::draft_features(int count) const {
+    const std::lock_guard call(calls_);
+    const std::lock_guard turn(engine().turns());
+    return draft_runner().features(count);
+}
+
+std::vector<float> Session::draft_logits() const {
+    const std::lock_guard call(calls_);
+    const std::lock_guard turn(engine().turns());
+    return draft_runner().logits();
+}
+
+void Session::run_rows(std::span<const RowSpec> rows, std::span<const int32_t> want_logits,
+                       std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
+                       std::vector<float>& logits, std::vector<float>& taps) {
+    const std::lock_guard call(calls_);
+    for (const RowSpec& r : rows)
+        if (!r.ancestors.empty() ? r.prefix > committed_
+                                 : r.position > committed_ + static_cast<int>(rows.size()))
+            fail(ErrorCode::invalid_argument, "a row sees %d positions and %d are committed", r.prefix,
+                 committed_);
+    const std::lock_guard turn(engine().turns());
+    executor_->run_rows(sequence_, rows, want_logits, want_taps, tap_layers, logits, taps);
 }
 
 }  // namespace kdt

@@ -1,5 +1,9 @@
 // Session: one timeline of tokens. Append a prompt, begin a generation, step until it is finished; append
 // again to go on.
+//
+// Any thread may call any session: calls of one session wait for each other, and computing calls for the
+// engine's turn, in the order in which they came (engine/turns.h). A session stays one timeline: what two
+// threads append to it stands there in the order of their calls.
 #pragma once
 
 #include <atomic>
@@ -7,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "draft/dflash_sequence.h"
@@ -78,29 +83,42 @@ class Session {
     // One prompt chunk, or one round. After a finish other than none the generation is over.
     StepResult step();
     // From another thread or a signal: the generation ends with nothing more committed; on a CPU within one
-    // layer, on a device before its next round. A draft or a measurement of costs runs to its end.
+    // layer, on a device before its next round, and at once where the step still waits for its turn. A draft
+    // or a measurement of costs runs to its end.
     void cancel() { cancel_.store(true, std::memory_order_relaxed); }
     // Back to the first `length` tokens.
     void rewind(int length);
 
-    const std::vector<int32_t>& tokens() const { return tokens_; }
-    int committed() const {
-        return committed_;
-    }  // positions in the cache; the last emitted token is not there yet
-    const SessionStats& stats() const { return stats_; }
-    const std::vector<float>& logits() const { return kept_logits_; }  // [emitted, vocab]
-    std::vector<float> cache(int layer) const { return executor_->cache(sequence_, layer, committed_); }
+    // Copies, each of one moment. They wait for a call of this session that runs, never for other sessions,
+    // but for what lies on the device.
+    std::vector<int32_t> tokens() const;
+    int committed() const;  // positions in the cache; the last emitted token is not there yet
+    SessionStats stats() const;
+    std::vector<float> logits(size_t first = 0) const;  // [emitted - first, vocab], from token `first` on
     // Of the last round; empty before the first and without GenerateParams::trace.
-    const std::optional<RoundTrace>& trace() const { return trace_; }
-    // The draft model's state; null where the engine has none.
-    const DFlashSequence* draft_model() const { return draft_model_ ? &*draft_model_ : nullptr; }
-    std::vector<float> draft_cache(int layer) const {
-        return executor_->draft_cache(sequence_, layer, draft_model_->ready());
-    }
-    Executor& executor() const { return *executor_; }
-    int sequence() const { return sequence_; }
+    std::optional<RoundTrace> trace() const;
+    std::vector<float> cache(int layer) const;  // on the device
+    // Of the draft model: positions that it has keys of, and those whose taps it has. Zeros where the engine
+    // has none.
+    std::pair<int, int> draft_positions() const;
+    // On the device, for tests; errors where the engine has no draft model: keys and values of a layer, the
+    // first `count` features of the last batch, the logits of the last draft.
+    std::vector<float> draft_cache(int layer) const;
+    std::vector<float> draft_features(int count) const;
+    std::vector<float> draft_logits() const;
+    // One forward over any rows, for tests: see Executor::run_rows.
+    void run_rows(std::span<const RowSpec> rows, std::span<const int32_t> want_logits,
+                  std::span<const int32_t> want_taps, const std::vector<int>& tap_layers,
+                  std::vector<float>& logits, std::vector<float>& taps);
+
+    const Engine& engine() const { return executor_->engine(); }
 
   private:
+    // The calls without their turns.
+    void extend(std::span<const int32_t> tokens);
+    void back_to(int length);
+    const DFlashRunner& draft_runner() const;
+
     StepResult prefill_chunk();
     StepResult round();
     // Asks the drafters of `asked` sources; seconds by source.
@@ -112,6 +130,7 @@ class Session {
     void emit(std::span<const int32_t> tokens, bool failed, StepResult& result);
 
     std::shared_ptr<Executor> executor_;
+    mutable Turns calls_;  // of this session; taken before the engine's
     int sequence_;
     std::vector<int32_t> tokens_;
     int committed_ = 0;

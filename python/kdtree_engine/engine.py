@@ -6,11 +6,14 @@
         print(event.text, end="", flush=True)
 
 An engine is immutable and may have any number of sessions; what changes while text is generated lives in
-them. Engine and sessions belong to one thread at a time.
+them. Any thread may use any of them. Computing calls of one engine take turns, one prompt chunk or one round
+each, in the order in which they ask; a call that waits lets other Python threads run. So threads share the
+engine's speed, and none of them changes what another one gets, bit for bit.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,6 +63,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self._context = context
         self._executor: tuple[int, _native.Executor] | None = None
+        self._opening = threading.Lock()  # of `_executor`: two sessions must not take the same vacancy
         self.recorded = dict(recorded or {})
         self.draft_width = draft_width or DraftOptions.NUMBERS["width"][0]
 
@@ -146,10 +150,11 @@ class Engine:
         limit = self._context
         if context is not None:
             limit = integer(context, "context", 2, _positions(self.config))
-        if self._executor is None or self._executor[0] != limit or not self._executor[1].vacant:
-            self._executor = None  # before the next one asks what is free
-            self._executor = (limit, _native.Executor(self.native, limit))
-        return Session(self, _native.Session(self._executor[1]), limit)
+        with self._opening:
+            if self._executor is None or self._executor[0] != limit or not self._executor[1].vacant:
+                self._executor = None  # before the next one asks what is free
+                self._executor = (limit, _native.Executor(self.native, limit))
+            return Session(self, _native.Session(self._executor[1]), limit)
 
     def encode(self, text: str, *, start: bool = True, special: bool = False) -> list[int]:
         """Tokens of `text`: see ``tokenizer.Tokenizer.encode``."""

@@ -8,6 +8,7 @@ would have stopped.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -73,12 +74,17 @@ class Session:
     """One timeline of tokens. Made by :meth:`Engine.session`.
 
     ``result`` is the last generation's GenerationResult, None before the first and while one runs.
+
+    Calls from several threads are done one after another, each whole. It stays one timeline with one generation
+    at a time: whatever else is asked of a session ends the one that runs there as ``cancelled``. For answers
+    side by side, take a session each.
     """
 
     def __init__(self, engine: Engine, native: _native.Session, context: int) -> None:
         self.engine = engine
         self.native = native
         self._context = context
+        self.calls = threading.RLock()  # held by whoever changes the session or takes events of its generation
         self._running: Generation | None = None
         self.result: GenerationResult | None = None
 
@@ -98,21 +104,25 @@ class Session:
         else:
             ids = [integer(token, "a token id", 0, 2**31 - 1) for token in tokens or ()]
         self._refuse_placeholders(ids)
-        self._abandon()
-        self.native.append(ids)
+        with self.calls:
+            self._abandon()
+            self.native.append(ids)
         return ids
 
     def rewind(self, length: int) -> None:
         """Forget everything behind the first `length` tokens."""
-        self._abandon()
-        self.native.rewind(integer(length, "length", 0, 2**31 - 1))
+        kept = integer(length, "length", 0, 2**31 - 1)
+        with self.calls:
+            self._abandon()
+            self.native.rewind(kept)
 
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens and compute them at once; float32 logits [len(tokens), vocab] after each of them."""
         ids = [integer(token, "a token id", 0, 2**31 - 1) for token in tokens]
         self._refuse_placeholders(ids)
-        self._abandon()
-        return self.native.score(ids)
+        with self.calls:
+            self._abandon()
+            return self.native.score(ids)
 
     def _refuse_placeholders(self, tokens: Sequence[int]) -> None:
         """A multimodal model replaces these tokens' embeddings by an image's; their own mean nothing."""
@@ -165,30 +175,32 @@ class Session:
         if prompt is not None and prompt_tokens is not None:
             fail("invalid_argument", "give either a prompt or prompt_tokens")
 
-        self._abandon()
-        before = len(self.native.tokens)
-        try:
-            if prompt is not None:
-                self.append(prompt)
-            elif prompt_tokens is not None:
-                self.append(tokens=prompt_tokens)
-            stop_tokens = [] if ignore_eos else sorted(self.engine.eos_token_ids)
-            begin = {**asdict(sampling), "stop_tokens": stop_tokens}
-            drafts = self._planted(max_tokens, begin) if drafter == "planted" else drafter
-            drafts = self.engine.drafter(drafts) if isinstance(drafts, str) else drafts
-            if drafts is not None and not isinstance(drafts, _native.Drafter):
-                fail("invalid_argument", f"drafter is {drafts!r}; expected a name, a drafter or None")
-            self.native.begin(max_tokens, drafter=drafts, budget=nodes, keep_logits=logprobs > 0,
-                              trace=on_round is not None, **begin)
-        except BaseException:
-            self.native.rewind(before)
-            raise
-        self.result = None
-        self._running = Generation(self, stops, stop_tokens, logprobs, on_prompt, on_round)
-        return self._running
+        with self.calls:
+            self._abandon()
+            before = len(self.native.tokens)
+            try:
+                if prompt is not None:
+                    self.append(prompt)
+                elif prompt_tokens is not None:
+                    self.append(tokens=prompt_tokens)
+                stop_tokens = [] if ignore_eos else sorted(self.engine.eos_token_ids)
+                begin = {**asdict(sampling), "stop_tokens": stop_tokens}
+                drafts = self._planted(max_tokens, begin) if drafter == "planted" else drafter
+                drafts = self.engine.drafter(drafts) if isinstance(drafts, str) else drafts
+                if drafts is not None and not isinstance(drafts, _native.Drafter):
+                    fail("invalid_argument", f"drafter is {drafts!r}; expected a name, a drafter or None")
+                self.native.begin(max_tokens, drafter=drafts, budget=nodes, keep_logits=logprobs > 0,
+                                  trace=on_round is not None, **begin)
+            except BaseException:
+                self.native.rewind(before)
+                raise
+            self.result = None
+            self._running = Generation(self, stops, stop_tokens, logprobs, on_prompt, on_round)
+            return self._running
 
     def cancel(self) -> None:
-        """End the running generation, from this thread or another: it finishes as ``cancelled``."""
+        """End the running generation, from this thread or another: it finishes as ``cancelled``, at once where
+        its step still waits for its turn. Waits for nothing itself."""
         self.native.cancel()
 
     def finished(self, generation: Generation) -> None:
@@ -273,18 +285,19 @@ class Generation(Iterator[Event]):
         return self
 
     def __next__(self) -> Event:
-        try:
-            while not self._events:
-                if self._failure is not None:
-                    failure, self._failure = self._failure, None
-                    raise failure
-                if self.result is not None:
-                    raise StopIteration
-                self._step()
-            return self._events.popleft()
-        except KeyboardInterrupt:
-            self.close()
-            raise
+        with self._session.calls:
+            try:
+                while not self._events:
+                    if self._failure is not None:
+                        failure, self._failure = self._failure, None
+                        raise failure
+                    if self.result is not None:
+                        raise StopIteration
+                    self._step()
+                return self._events.popleft()
+            except KeyboardInterrupt:
+                self.close()
+                raise
 
     def run(self) -> GenerationResult:
         """Run to the end; the result. Raises EngineError where a step fails."""
@@ -296,19 +309,20 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """End the generation here, as ``cancelled`` if it was still running. Events not yet taken are
         dropped."""
-        self._events.clear()
-        if self.result is not None:
-            return
-        # An interrupt can fall between a step and its bookkeeping: the native timeline is the truth.
-        self._tokens = self._native.tokens[len(self._prompt) :]
-        self._logprobs = self._logprobs[: len(self._tokens)]
-        self._text = self._new_text()
-        for i, token in enumerate(self._tokens):
-            if self._push(token)[1]:
-                self._cut(i + 1)
-                break
-        self._text.finish()
-        self._end("cancelled")
+        with self._session.calls:
+            self._events.clear()
+            if self.result is not None:
+                return
+            # An interrupt can fall between a step and its bookkeeping: the native timeline is the truth.
+            self._tokens = self._native.tokens[len(self._prompt) :]
+            self._logprobs = self._logprobs[: len(self._tokens)]
+            self._text = self._new_text()
+            for i, token in enumerate(self._tokens):
+                if self._push(token)[1]:
+                    self._cut(i + 1)
+                    break
+            self._text.finish()
+            self._end("cancelled")
 
     def _new_text(self) -> _Text:
         tokenizer = self._session.engine.tokenizer
