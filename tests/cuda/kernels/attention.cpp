@@ -128,8 +128,8 @@ std::vector<std::vector<uint8_t>> attend(const Scene& s, const std::vector<const
 
 void compare_with_reference(const Scene& s, const Row& row, const std::string& what) {
     const int keys = row.prefix + static_cast<int>(row.ancestors.size());
-    std::vector<float> all(static_cast<size_t>(s.shape.heads * s.shape.latent)), got;
-    std::memcpy(all.data(), attend(s, {&row}, 1)[0].data(), all.size() * 4);
+    const std::vector<float> all = floats_of(attend(s, {&row}, 1)[0]);
+    std::vector<float> got;
     std::vector<double> wanted, bound;
     const int step =
         keys > 2000 ? std::max(1, s.shape.heads / 4) : 1;  // the reference is slow: a few heads are enough

@@ -304,8 +304,7 @@ KDT_CASE(experts_sum_their_slots) {
             const std::string what = format("%s, %d experts of [%d, %d], top %d", precision.c_str(),
                                             s.experts, s.inner, s.hidden, s.top_k);
             for (int i = 0; i < std::min(pool, 3); ++i) {
-                std::vector<float> got(hidden);
-                std::memcpy(got.data(), run({i}, 1)[0].data(), hidden * 4);
+                const std::vector<float> got = floats_of(run({i}, 1)[0]);
                 const size_t at = static_cast<size_t>(i);
                 std::vector<double> wanted(hidden), bound(hidden);
                 for (size_t c = 0; c < hidden; ++c)

@@ -344,8 +344,7 @@ KDT_CASE(absorb_query_and_project_value) {
                 const std::string what =
                     format("%s, %d heads of %d + %d", precision.c_str(), s.heads, s.latent, s.rope);
 
-                std::vector<float> got(static_cast<size_t>(s.heads * width));
-                std::memcpy(got.data(), absorb({1}, 1)[0].data(), got.size() * 4);
+                std::vector<float> got = floats_of(absorb({1}, 1)[0]);
                 std::vector<double> wanted, bound;
                 for (int head = 0; head < s.heads; ++head) {
                     const float* x = q.data() + (static_cast<size_t>(s.heads) + static_cast<size_t>(head)) *
@@ -374,8 +373,7 @@ KDT_CASE(absorb_query_and_project_value) {
                 }
                 expect_near(got, wanted, bound, what + ", absorbed");
 
-                got.resize(static_cast<size_t>(s.heads * s.v));
-                std::memcpy(got.data(), project({0}, 1)[0].data(), got.size() * 4);
+                got = floats_of(project({0}, 1)[0]);
                 wanted.clear();
                 bound.clear();
                 for (int head = 0; head < s.heads; ++head)

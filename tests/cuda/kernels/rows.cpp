@@ -7,12 +7,6 @@ namespace kdt::testing {
 
 namespace {
 
-std::vector<float> random_values(Random& random, size_t n) {
-    std::vector<float> x(n);
-    for (float& v : x) v = random.symmetric();
-    return x;
-}
-
 std::vector<int> widths() {
     return options().small ? std::vector<int>{37, 72, 1028, 2052}
                            : std::vector<int>{37, 72, 1536, 2048, 3001, 7168, 9000};
@@ -77,8 +71,7 @@ KDT_CASE(rms_norm) {
             return rows_of(y.get(), static_cast<size_t>(width), rows.size());
         };
         for (int i = 0; i < pool; ++i) {
-            std::vector<float> got(static_cast<size_t>(width));
-            std::memcpy(got.data(), run({i}, 1)[0].data(), got.size() * 4);
+            const std::vector<float> got = floats_of(run({i}, 1)[0]);
             const float* row = x.data() + i * stride;
             double sum = 0.0;
             for (int c = 0; c < width; ++c) sum += static_cast<double>(row[c]) * static_cast<double>(row[c]);

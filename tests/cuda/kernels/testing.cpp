@@ -74,6 +74,18 @@ std::vector<int> Random::permutation(int n) {
     return p;
 }
 
+std::vector<float> random_values(Random& random, size_t n) {
+    std::vector<float> x(n);
+    for (float& v : x) v = random.symmetric();
+    return x;
+}
+
+std::vector<float> floats_of(const std::vector<uint8_t>& bytes) {
+    std::vector<float> v(bytes.size() / 4);
+    std::memcpy(v.data(), bytes.data(), bytes.size());
+    return v;
+}
+
 void expect_near(const std::vector<float>& got, const std::vector<double>& wanted,
                  const std::vector<double>& bound, const std::string& what) {
     if (got.size() != wanted.size())

@@ -52,6 +52,9 @@ class Random {
     uint64_t state_;
 };
 
+// `n` times `symmetric`.
+std::vector<float> random_values(Random& random, size_t n);
+
 // Device memory that starts as NaN.
 template <class T>
 class Device {
@@ -149,5 +152,8 @@ std::vector<std::vector<uint8_t>> rows_of(const std::vector<T>& all, size_t widt
     for (size_t r = 0; r < live; ++r) std::memcpy(rows[r].data(), all.data() + r * width, width * sizeof(T));
     return rows;
 }
+
+// One of them as numbers.
+std::vector<float> floats_of(const std::vector<uint8_t>& bytes);
 
 }  // namespace kdt::testing
