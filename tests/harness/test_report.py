@@ -70,6 +70,45 @@ def test_committed_results_make_a_page(tmp_path: Path, report: Report) -> None:
     assert "<script src" not in page and "@import" not in page and "url(http" not in page
     assert "24 passed" in page and "bit for bit" in page
     assert (tmp_path / "page.md").read_text().startswith("# ")
+    assert "passed over" not in said.lower() and "Passed over" not in page
+
+
+def test_every_committed_record_is_in_the_page(tmp_path: Path) -> None:
+    """Catches a record of a script in bench/ that the report leaves out: its figures were in no page at all."""
+    page = html(build(read_all([HERE]), "t"))
+    for file in HERE.glob("*.json"):
+        assert f"results/{file.name}</td>" in page
+    pairs = json.loads((HERE / "drafting_pairs_h200.json").read_text())["cells"]["code, greedy"]
+    best = pairs["clock"]["auto_against_best_fixed"]
+    assert f"{best['median']:.2f} ({best['low']:.2f}–{best['high']:.2f})" in page
+    rows = json.loads((HERE / "int4_accuracy.json").read_text())["rows"]
+    assert all(f"{row['bits_per_byte']:.5f}" in page for row in rows)
+    kernels = json.loads((HERE / "h200_profile.json").read_text())["kernels"]
+    assert f"{kernels[0]['us']:.1f}" in page
+
+
+def test_a_record_that_lacks_a_figure_is_refused(tmp_path: Path, report: Report) -> None:
+    """Catches a damaged record that becomes half a table."""
+    record = json.loads((HERE / "int4_accuracy.json").read_text())
+    del record["rows"][2]["bits_per_token"]
+    (tmp_path / "int4.json").write_text(json.dumps(record))
+    code, said = report("int4.json")
+    assert code == 1 and said == "error: int4.json: rows[2].bits_per_token is missing; a number was expected\n"
+
+
+def test_markdown_has_what_pictures_show(tmp_path: Path) -> None:
+    """Catches a heading with nothing below it: Markdown left pictures out, and the roofline was one."""
+    op = {"name": "linear", "rows": 8, "us": 10.0, "bytes": 16.0e6, "flops": 64.0e6}
+    record = {"device": "a GPU", "date": "2026-01-02", "replays": 9, "read_gb_per_second": 4000.0, "results": [op]}
+    (tmp_path / "ops.json").write_text(json.dumps(record))
+    document = build(read_all([HERE, tmp_path]), "t")
+    text = markdown(document)
+    roofline = text[text.index("## Roofline") :].split("\n## ")[0]
+    assert "memory 4000.0 GB/s" in roofline
+    assert "| linear, rows 8 | 4 | 6400.0 | 16000.0 | 40 % | memory |" in roofline
+    for section in document.sections:
+        assert section.blocks
+        assert re.search(rf"^## {re.escape(section.title)}\n\n\S", text.replace("\\", ""), re.M), section.title
 
 
 def test_nothing_measured_is_nothing_shown(tmp_path: Path) -> None:
@@ -160,12 +199,16 @@ def test_damaged_files_are_refused(tmp_path: Path, report: Report, text: str, wo
         assert word in said
 
 
-def test_unknown_json_is_passed_over_in_a_folder_and_refused_by_name(tmp_path: Path) -> None:
-    """Catches a folder refused for a file of another kind, and a named file that is silently left out."""
+def test_unknown_json_is_passed_over_in_a_folder_and_refused_by_name(tmp_path: Path, report: Report) -> None:
+    """Catches a folder refused for a file of another kind, and a file that is silently left out."""
     run_file(tmp_path, "a.json", bench(1e-3))
-    (tmp_path / "other.json").write_text('{"some": "thing"}')
+    (tmp_path / "other.json").write_text('{"some": "thing", "cells": {}}')
     found = read_all([tmp_path])
-    assert len(found.runs) == 1 and [Path(p).name for p in found.passed_over] == ["other.json"]
+    sentence = f"{tmp_path / 'other.json'}: no result of a kind that is known here; it holds some, cells"
+    assert len(found.runs) == 1 and found.passed_over == [sentence]
+    code, said = report(".")
+    assert code == 0
+    assert said == "passed over: other.json: no result of a kind that is known here; it holds some, cells\n"
     with pytest.raises(ResultError, match=r"other\.json"):
         read_all([tmp_path / "other.json"])
 

@@ -65,6 +65,8 @@ def report(arguments: list[str]) -> int:
     if given.md is not None:
         write(given.md, markdown(document))
     print(f"{given.out}: {summary(results)}")
+    for said in results.passed_over:
+        print(f"passed over: {said}", file=sys.stderr)
     return 0
 
 
@@ -84,6 +86,7 @@ def summary(results: Results) -> str:
         (results.laws, "check of the laws", "checks of the laws"),
         (results.traces, "trace", "traces"),
         (results.deploys, "deploy", "deploys"),
+        (results.records, "record", "records"),
     )
     return ", ".join(f"{len(found)} {one if len(found) == 1 else many}" for found, one, many in names if found)
 

@@ -71,11 +71,13 @@ class Heading:
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG element, and what it shows as a sentence. `key`: colours (CSS variables) and their names."""
+    """An SVG element, and what it shows as a sentence. `key`: colours (CSS variables) and their names. `table`: what
+    it shows as figures, where there are no pictures and no other table has them."""
 
     svg: str
     caption: str
     key: Sequence[tuple[str, str]] = ()
+    table: Table | None = None
 
 
 Block = Table | Text | Heading | Picture
@@ -165,7 +167,7 @@ def _plain(value: str) -> str:
 
 
 def markdown(document: Document) -> str:
-    """The same without pictures; what they show stands in tables."""
+    """The same without pictures: their captions, and what they show in tables."""
     return "\n".join(_markdown(document)).rstrip() + "\n"
 
 
@@ -184,9 +186,17 @@ def _markdown(document: Document) -> Iterator[str]:
             elif isinstance(block, Text):
                 yield _plain(block.text) + "\n"
             elif isinstance(block, Table):
-                numeric = [any(row[i].number for row in block.rows) for i in range(len(block.head))]
-                yield "| " + " | ".join(map(_plain, block.head)) + " |"
-                yield "|" + "|".join("---:" if n else "---" for n in numeric) + "|"
-                for row in block.rows:
-                    yield "| " + " | ".join(_plain(cell.text) for cell in row) + " |"
-                yield ""
+                yield from _markdown_table(block)
+            else:
+                yield _plain(block.caption) + "\n"
+                if block.table is not None:
+                    yield from _markdown_table(block.table)
+
+
+def _markdown_table(table: Table) -> Iterator[str]:
+    numeric = [any(row[i].number for row in table.rows) for i in range(len(table.head))]
+    yield "| " + " | ".join(map(_plain, table.head)) + " |"
+    yield "|" + "|".join("---:" if n else "---" for n in numeric) + "|"
+    for row in table.rows:
+        yield "| " + " | ".join(_plain(cell.text) for cell in row) + " |"
+    yield ""

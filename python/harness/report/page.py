@@ -10,6 +10,8 @@ from pathlib import Path
 from harness.report import acceptance, plots
 from harness.report.compare import Comparison, common, compare, only_in
 from harness.report.document import Block, Cell, Document, Heading, Picture, Section, Table, Text, number
+from harness.report.origin import Origin
+from harness.report.records import Record
 from harness.report.results import (
     CUDA_PHASE,
     MODEL_PHASE,
@@ -17,7 +19,6 @@ from harness.report.results import (
     Law,
     Laws,
     Matrix,
-    Origin,
     Result,
     Results,
     Run,
@@ -37,6 +38,7 @@ def build(results: Results, title: str, pair: tuple[Run, Run] | None = None) -> 
         *_phases(results.runs),
         _rooflines(results.runs),
         _acceptance(results.traces, results.runs),
+        *_records(results.records),
         _deploys(results),
         _files(results),
     ]
@@ -300,8 +302,21 @@ def _rooflines(runs: Sequence[Run]) -> Section | None:
         roof = f"memory {read:.1f} GB/s" + (f", sgemm {sgemm:.0f} GFLOP/s" if sgemm else "")
         caption = f"Medians, under what the machine itself gave (best median of a benchmark's yardsticks): {roof}."
         key = [(colours[p], p.replace("_", ": ", 1).replace("_", " ")) for p in phases]
-        section.blocks += [Text(machine, "soft"), Picture(plots.roofline(points, read, sgemm), caption, key)]
+        picture = Picture(plots.roofline(points, read, sgemm), caption, key, _under_roof(points, read, sgemm))
+        section.blocks += [Text(machine, "soft"), picture]
     return section if section.blocks else None
+
+
+def _under_roof(points: Sequence[plots.Point], read: float, sgemm: float | None) -> Table:
+    """The points of a roofline, and how much of their roof they reach."""
+    rows = []
+    for point in points:
+        memory = read * point.x
+        bound = "operations" if sgemm is not None and sgemm < memory else "memory"
+        roof = memory if sgemm is None else min(memory, sgemm)
+        figures = (f"{point.x:.3g}", f"{point.y:.1f}", f"{roof:.1f}", f"{100 * point.y / roof:.0f} %")
+        rows.append([Cell(point.label), *map(number, figures), Cell(bound, "soft")])
+    return Table(("benchmark", "operations a byte", "GFLOP/s", "roof", "of the roof", "bound by"), rows)
 
 
 # -- acceptance ----------------------------------------------------------------------------------------------------
@@ -332,6 +347,8 @@ def _acceptance(traces: Sequence[Trace], runs: Sequence[Run]) -> Section | None:
                 colour = next(colours)
                 key.append((colour, f"{run.origin.file.name}: {drafter}, kdtree bench"))
                 lines.append(plots.Line(sorted(measured), colour, run.origin.file.name, dashed=True, marks=True))
+                name = f"{run.origin.file.name}, {drafter}"
+                rows += [[Cell(name), number(f"{x:g}"), number(f"{y:.2f}"), number("–")] for x, y in sorted(measured)]
     if not lines:
         return None
     section = Section("Accepted length against budget")
@@ -340,9 +357,22 @@ def _acceptance(traces: Sequence[Trace], runs: Sequence[Run]) -> Section | None:
         "own tree cut to the budget; rounds that were cut by an end or verified fewer nodes are left out."
     )
     section.blocks.append(Picture(plots.curves(lines, ("draft nodes", "tokens a round")), caption, key))
-    if rows:
-        section.blocks.append(Table(("trace", "budget", "tokens a round", "rounds"), rows))
+    section.blocks.append(Table(("measured", "budget", "tokens a round", "rounds"), rows))
     return section
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+def _records(records: Sequence[Record]) -> Iterable[Section]:
+    for title in dict.fromkeys(record.title for record in records):
+        section = Section(title)
+        for record in records:
+            if record.title == title:
+                section.blocks.append(Text(_about(record.origin), "soft"))
+                for sheet in record.sheets:
+                    section.blocks += [Text(sheet.caption), sheet.table]
+        yield section
 
 
 # -- where it comes from -------------------------------------------------------------------------------------------
@@ -388,8 +418,7 @@ def _files(results: Results) -> Section:
     ]
     if absent:
         section.blocks.append(Text("NOT RUN, or not among these files: " + "; ".join(absent) + ".", "look"))
-    if results.passed_over:
-        section.blocks.append(Text("Other JSON that was passed over: " + ", ".join(results.passed_over) + ".", "soft"))
+    section.blocks += [Text(f"Passed over: {said}.", "look") for said in results.passed_over]
     section.blocks.append(Heading("How to make more"))
     section.blocks.append(Text("docs/cli.md names the command behind each kind of file."))
     return section

@@ -1,4 +1,4 @@
-"""Files of results as typed values: benchmarks, matrices, laws, traces, and what a deploy brought back."""
+"""Files of results as typed values: benchmarks, matrices, laws, traces, records, and what a deploy brought back."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from harness.report.fields import Fields, ResultError, parse, read_text
+from harness.report.origin import Origin, dated
+from harness.report.records import Record, read_record
 from harness.report.rounds import Round, TraceError, read_trace
 
 SUFFIXES = (".json", ".jsonl")
 CUDA_PHASE, MODEL_PHASE = "cuda kernels", "models"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a result comes from. `machine` and `device` say what may be compared with what."""
-
-    file: Path
-    kind: str
-    date: str = ""
-    commit: str = ""
-    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ class Deploy:
     steps: list[tuple[str, float, int]]
 
 
-Result = Run | Matrix | Laws | Trace | Deploy
+Result = Run | Matrix | Laws | Trace | Deploy | Record
 
 
 @dataclass
@@ -139,11 +130,12 @@ class Results:
     laws: list[Laws] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     deploys: list[Deploy] = field(default_factory=list)
-    passed_over: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)  # a sentence each
 
     @property
     def all(self) -> list[Result]:
-        return [*self.matrices, *self.laws, *self.runs, *self.traces, *self.deploys]
+        return [*self.matrices, *self.laws, *self.runs, *self.traces, *self.deploys, *self.records]
 
     def sort(self) -> None:
         """Oldest first."""
@@ -151,13 +143,13 @@ class Results:
         def age(result: Result) -> tuple[str, str]:
             return result.origin.date, str(result.origin.file)
 
-        for results in (self.runs, self.matrices, self.laws, self.traces, self.deploys):
+        for results in (self.runs, self.matrices, self.laws, self.traces, self.deploys, self.records):
             results.sort(key=age)
 
 
 def read_all(paths: Sequence[Path]) -> Results:
-    """Files, and every result in folders. A file that was named must be a result; in a folder other JSON is passed over
-    by name, a damaged one is not. Raises ResultError and OSError."""
+    """Files, and every result in folders. A file that was named must be a result; in a folder JSON of another kind is
+    passed over with a sentence, a damaged file is not. Raises ResultError and OSError."""
     found = Results()
     for path in paths:
         if not path.exists():
@@ -165,11 +157,11 @@ def read_all(paths: Sequence[Path]) -> Results:
         inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
         for file in inside:
             result = read(file)
-            if result is None and not path.is_dir():
-                fields = "benchmarks, legs, runs, budgets, results, steps and rounds"
-                raise ResultError(f"{file}: no result that is known here; none of {fields} is in it")
             if result is None:
-                found.passed_over.append(str(file))
+                said = f"{file}: no result of a kind that is known here; {_holds(file)}"
+                if not path.is_dir():
+                    raise ResultError(said)
+                found.passed_over.append(said)
                 continue
             match result:
                 case Run():
@@ -182,8 +174,19 @@ def read_all(paths: Sequence[Path]) -> Results:
                     found.traces.append(result)
                 case Deploy():
                     found.deploys.append(result)
+                case Record():
+                    found.records.append(result)
     found.sort()
     return found
+
+
+def _holds(file: Path) -> str:
+    """`it holds a, b, c`: what a file has instead."""
+    text = read_text(file)
+    value = parse(text.split("\n", 1)[0] if file.suffix == ".jsonl" else text, file)
+    names = [name if len(name) <= 40 else name[:40] + "…" for name in value] if isinstance(value, dict) else []
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"it holds {shown}" if names else "it holds nothing"
 
 
 def read(file: Path) -> Result | None:
@@ -213,29 +216,14 @@ def read(file: Path) -> Result | None:
     if "legs" in value:
         return matrix(top)
     if "shape" in value and "budgets" in value:
-        return Laws(Origin(file, "laws", *_dated(top)), [law(top, top.text("shape"))])
+        return Laws(Origin(file, "laws", *dated(top)), [law(top, top.text("shape"))])
     if "runs" in value and "tokens_compared" in value:
         runs = top.item("runs")
         models = [law(runs.item(name), name) for name in runs.value]
-        return Laws(Origin(file, "laws", *_dated(top), machine=top.maybe_text("gpu") or ""), models)
+        return Laws(Origin(file, "laws", *dated(top), machine=top.maybe_text("gpu") or ""), models)
     if "digest" in value and "steps" in value:
         return deploy(top)
-    return None
-
-
-def _dated(top: Fields) -> tuple[str, str]:
-    """Date and commit; a deploy beside the file knows the commit of what it installed."""
-    commit = top.maybe_text("commit")
-    beside = top.file.with_name("deploy.json")
-    if commit is None and beside != top.file and beside.is_file():
-        commit = Fields(parse(read_text(beside), beside), beside).maybe_text("commit")
-    return (top.maybe_text("date") or _folder_date(top.file))[:10], commit or ""
-
-
-def _folder_date(file: Path) -> str:
-    """reports/HOST/DATE of a deploy."""
-    name = file.parent.name
-    return f"{name[:4]}-{name[4:6]}-{name[6:8]}" if name[:8].isdecimal() else name if name[:4].isdecimal() else ""
+    return read_record(top)
 
 
 # -- benchmarks ----------------------------------------------------------------------------------------------------
@@ -247,7 +235,7 @@ def pytest_benchmark(top: Fields) -> Run:
     cpu = machine.maybe_item("cpu")
     brand = (cpu.maybe_text("brand_raw") if cpu else None) or machine.maybe_text("machine") or "unknown"
     commit_info = top.maybe_item("commit_info")
-    date, commit = _dated(top)
+    date, commit = dated(top)
     if commit_info is not None and "id" in commit_info:
         commit = commit_info.text("id")[:9] + ("-dirty" if commit_info.value.get("dirty") is True else "")
     date = (top.maybe_text("datetime") or date)[:10]
@@ -336,7 +324,7 @@ def kdtree_bench(top: Fields) -> Run:
                 budget="" if plain else str(r.value.get("budget")),
             )
         )
-    date, commit = _dated(top)
+    date, commit = dated(top)
     machine = f"{top.maybe_text('cpu') or ''}, {device}".strip(", ")
     return Run(Origin(top.file, "kdtree bench", date, commit, machine), figures, device)
 
@@ -379,7 +367,7 @@ def cuda_bench(top: Fields) -> Run:
                 note=r.maybe_text("note") or "",
             )
         )
-    return Run(Origin(top.file, "kdtree-bench-cuda", *_dated(top), machine=device), figures, device)
+    return Run(Origin(top.file, "kdtree-bench-cuda", *dated(top), machine=device), figures, device)
 
 
 # -- checks --------------------------------------------------------------------------------------------------------
@@ -406,7 +394,7 @@ def matrix(top: Fields) -> Matrix:
         bundle, backend, precision, decoder = (leg.text(n) for n in ("bundle", "backend", "precision", "decoder"))
         legs.append(Leg(bundle, backend, precision, decoder, status, ", ".join(parts)))
     machine = top.maybe_text("gpu") or "; ".join(devices)
-    return Matrix(Origin(top.file, "matrix", *_dated(top), machine=machine), legs)
+    return Matrix(Origin(top.file, "matrix", *dated(top), machine=machine), legs)
 
 
 def law(run: Fields, name: str) -> Law:
@@ -429,5 +417,5 @@ def law(run: Fields, name: str) -> Law:
 def deploy(top: Fields) -> Deploy:
     """deploy.json of harness.deploy."""
     steps = [(s.text("name"), s.number("seconds", 0.0), int(s.number("code"))) for s in top.items("steps")]
-    origin = Origin(top.file, "deploy", *_dated(top), machine=top.text("host"))
+    origin = Origin(top.file, "deploy", *dated(top), machine=top.text("host"))
     return Deploy(origin, top.text("digest"), int(top.number("code")), steps)
