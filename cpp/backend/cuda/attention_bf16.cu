@@ -55,17 +55,15 @@ __global__ void __launch_bounds__(kThreads<MT>, kBlocksPerSm<MT>) attend(const A
     __syncthreads();
     // Queries pass through the last stages while the first keys travel; the cluster meets when they have been
     // taken up and the barriers of both blocks are ready.
-    if (warp >= kScoreWarps<MT>) {
-        Loader<Shape, MT> loader(a, part, sm, warp - kScoreWarps<MT>, lane);
-        for (int i = 0; i < kFirstStages; ++i) loader.load(i);
-        stage_queries<Shape, MT>(a, part, sm.keys[kFirstStages], thread);
-        __syncthreads();
-        output<Shape>(a, part, sm, loader, warp - kScoreWarps<MT>, lane);
-    } else {
-        stage_queries<Shape, MT>(a, part, sm.keys[kFirstStages], thread);
-        __syncthreads();
+    const int output_warp = warp - kScoreWarps<MT>;
+    Loader<Shape, MT> loader(a, part, sm, output_warp, lane);
+    if (output_warp >= 0) loader.begin();
+    stage_queries<Shape, MT>(a, part, sm.keys[kFirstStages], thread);
+    __syncthreads();
+    if (output_warp >= 0)
+        output<Shape>(a, part, sm, loader, output_warp, lane);
+    else
         score<Shape>(a, part, sm, warp % MT, warp / MT, lane);
-    }
     __syncwarp();
     ptx::cluster_sync();  // the partner writes to this block's memory no more
 }

@@ -71,16 +71,21 @@ struct Shared {
     float factor[kSets][MT * 16];    // of the output so far
     float maximum[kSets][MT * 16];   // the heads' reference maxima after a step
     uint8_t rescale[kSets][4];       // whether any factor of a tile differs from 1
-    uint64_t loaded[kStages];        // K
-    uint64_t met[kSets][MT], read[kSets][MT];  // the partner's sums here; one's own there
+    // Barriers: K is there; the partner's sums are, and one's own have been taken up there; a tile's maxima
+    // are written; P of all tiles is; every output warp is done with P and with V.
+    uint64_t loaded[kStages], met[kSets][MT], read[kSets][MT], passed[kSets][MT], weighed[kSets], used[kSets];
 
     __device__ __forceinline__ void init_barriers() {
         for (uint64_t& barrier : loaded) ptx::barrier_init(ptx::shared_address(&barrier), kOutputWarps * 32);
-        for (int set = 0; set < kSets; ++set)
+        for (int set = 0; set < kSets; ++set) {
             for (int m = 0; m < MT; ++m) {
                 ptx::barrier_init(ptx::shared_address(&met[set][m]), 1);
                 ptx::barrier_init(ptx::shared_address(&read[set][m]), 1);
+                ptx::barrier_init(ptx::shared_address(&passed[set][m]), 32);
             }
+            ptx::barrier_init(ptx::shared_address(&weighed[set]), MT * 32);
+            ptx::barrier_init(ptx::shared_address(&used[set]), kOutputWarps * 32);
+        }
     }
 };
 static_assert(sizeof(Shared<4>) <= kSharedMemoryLimit);
@@ -90,12 +95,9 @@ __device__ __forceinline__ void wait(uint64_t& barrier, int turn) {
     ptx::barrier_wait(ptx::shared_address(&barrier), turn & 1);
 }
 
-// Barriers among warps of the block, each for one set: P is written (score warps to output warps), P is read
-// (back), and a tile's maxima are passed on to the other set.
-enum Meeting { kWeighed = 1, kUsed = kWeighed + kSets, kPassed = kUsed + kSets };
-template <int MT>
-constexpr int kMeetingThreads = (MT + kOutputWarps) * 32;
-static_assert(kPassed + kSets * 4 <= 16);
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+    ptx::barrier_arrive(ptx::shared_address(&barrier));
+}
 
 // What a cluster works on.
 struct Part {

@@ -27,8 +27,11 @@ struct Loader {
                 static_cast<long long>(a.batch.sequence[p.row]) * a.cache.pages_per_sequence),
           ancestors(a.batch.ancestors + static_cast<long long>(p.row) * kMaxAncestors),
           key(warp * kKeys + lane / kLanes),
-          unit(lane % kLanes) {
+          unit(lane % kLanes) {}
+
+    __device__ __forceinline__ void begin() {
         look_up(0);
+        for (int i = 0; i < kFirstStages; ++i) load(i);
     }
 
     __device__ __forceinline__ int position(int i) const { return (part.step + i) * kStepKeys + key; }
@@ -158,8 +161,11 @@ __device__ __forceinline__ void output(const AttentionArgs& a, const Part& part,
     for (int i = 0; i < part.steps; ++i) {
         const int set = i % kSets;
         const uint32_t keys_at = ptx::shared_address(sm.keys[i % kStages]) + first_unit * 16;
-        ptx::meet(kWeighed + set, kMeetingThreads<MT>);
-        if (i > 0) loader.load(i - 1 + kStages);  // every output warp is done with the step before
+        wait(sm.weighed[set], i / kSets);
+        if (i > 0) {
+            wait(sm.used[set ^ 1], (i - 1) / kSets);
+            loader.load(i - 1 + kStages);
+        }
         uint4 p[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) p[m] = sm.weight[set][m][0][lane];
@@ -168,7 +174,7 @@ __device__ __forceinline__ void output(const AttentionArgs& a, const Part& part,
 #pragma unroll
         for (int m = 0; m < MT; ++m) p[m] = sm.weight[set][m][1][lane];
         o.add(p, keys_at + 16 * kKeyBytes, tiles, lane);
-        if (i + kSets < part.steps) ptx::meet_later(kUsed + set, kMeetingThreads<MT>);
+        arrive(sm.used[set]);
         if (i + 1 == end) {
             o.store(to + static_cast<long long>(split) * latent, head_stride, a.heads - part.head0, tiles,
                     lane);

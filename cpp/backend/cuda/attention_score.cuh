@@ -181,7 +181,7 @@ __device__ __forceinline__ void score(const AttentionArgs& a, const Part& part, 
         // the maxima that the step before left, and what this one makes of them
         float top[2], maximum[2], factor[2];
         step_maximum(x, top);
-        if (i > 0) ptx::meet(kPassed + (set ^ 1) * 4 + tile, 64);
+        if (i > 0) wait(sm.passed[set ^ 1][tile], (i - 1) / kSets);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float before = i > begin ? sm.maximum[set ^ 1][head + r * 8] : -INFINITY;
@@ -191,17 +191,17 @@ __device__ __forceinline__ void score(const AttentionArgs& a, const Part& part, 
         }
         if (lane % 4 == 0)
             for (int r = 0; r < 2; ++r) sm.maximum[set][head + r * 8] = maximum[r];
-        if (i + 1 < part.steps) ptx::meet_later(kPassed + set * 4 + tile, 64);
+        arrive(sm.passed[set][tile]);
 
         uint4 weight[2];
         softmax.weigh(x, a.scale_log2, maximum, weight);
         const bool rescale = __any_sync(0xFFFFFFFFu, factor[0] != 1.0f || factor[1] != 1.0f);
-        if (turn > 0) ptx::meet(kUsed + set, kMeetingThreads<MT>);
+        if (turn > 0) wait(sm.used[set], turn - 1);
         for (int k = 0; k < 2; ++k) sm.weight[set][tile][k][lane] = weight[k];
         if (lane % 4 == 0)
             for (int r = 0; r < 2; ++r) sm.factor[set][head + r * 8] = factor[r];
         if (lane == 0) sm.rescale[set][tile] = rescale;
-        ptx::meet_later(kWeighed + set, kMeetingThreads<MT>);
+        arrive(sm.weighed[set]);
 
         if (i + kSets >= end) {  // this set's last step of the split; of a split of one step, the other's too
 #pragma unroll

@@ -32,45 +32,38 @@ struct BlockRows {
           last_tile((first_row + a.out - 1) / kTileRows) {}
 };
 
+// The columns of a block: its K-split, in blocks of 64 columns.
+struct KSplit {
+    int block0, blocks;
+
+    __device__ __forceinline__ explicit KSplit(const GemmArgs& a) {
+        const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
+        block0 = split_border(a.k_blocks, split, splits);
+        blocks = split_border(a.k_blocks, split + 1, splits) - block0;
+    }
+};
+
+// The first row tile of a pair, which may lie past the last: then the pair is nobody's.
+__device__ __forceinline__ int first_tile_of(const GemmArgs& a, const BlockRows& rows, int pair, int pairs) {
+    return rows.first_tile +
+           (static_cast<int>(blockIdx.y) * pairs + pair) * (a.store == Store::gated ? 1 : 2);
+}
+
 // Where the weights of a pair begin. Tiles past the last are those of the last: they stay inside the matrix,
 // and their sums are not stored.
 struct WarpWeights {
     const unsigned char* from[2];
     bool busy;
-    int block0, blocks;  // of 64 columns
 
-    __device__ __forceinline__ WarpWeights(const GemmArgs& a, const BlockRows& rows,
+    __device__ __forceinline__ WarpWeights(const GemmArgs& a, const BlockRows& rows, const KSplit& split,
                                            const unsigned char* const (&base)[2], int pair, int pairs) {
         const bool gated = a.store == Store::gated;
-        const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
-        const int tile = rows.first_tile + (static_cast<int>(blockIdx.y) * pairs + pair) * (gated ? 1 : 2);
+        const int tile = first_tile_of(a, rows, pair, pairs);
         busy = tile <= rows.last_tile;
-        block0 = split_border(a.k_blocks, split, splits);
-        blocks = split_border(a.k_blocks, split + 1, splits) - block0;
         const size_t row = static_cast<size_t>(a.k_blocks) * a.block_bytes;
-        const size_t column = static_cast<size_t>(block0) * a.block_bytes;
+        const size_t column = static_cast<size_t>(split.block0) * a.block_bytes;
         from[0] = base[0] + min(tile, rows.last_tile) * row + column;
         from[1] = (gated ? base[1] : base[0]) + min(gated ? tile : tile + 1, rows.last_tile) * row + column;
-    }
-};
-
-// The first or the second row tiles of all pairs of a block, for a warp that copies them: those that exist.
-struct WeightTiles {
-    const unsigned char* from;
-    size_t stride;
-    int count, block0, blocks;
-
-    __device__ __forceinline__ WeightTiles(const GemmArgs& a, const BlockRows& rows, int second, int pairs) {
-        const bool gated = a.store == Store::gated;
-        const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
-        const int step = gated ? 1 : 2, block = static_cast<int>(blockIdx.y);
-        const int tile = rows.first_tile + block * pairs * step + (gated ? 0 : second);
-        count = max(0, min(pairs, (rows.last_tile - tile + step) / step));
-        block0 = split_border(a.k_blocks, split, splits);
-        blocks = split_border(a.k_blocks, split + 1, splits) - block0;
-        const size_t row = static_cast<size_t>(a.k_blocks) * a.block_bytes;
-        stride = step * row;
-        from = (gated && second ? a.w[1] : a.w[0]) + tile * row + static_cast<size_t>(block0) * a.block_bytes;
     }
 };
 

@@ -91,8 +91,9 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
         tokens_left = kTokens;  // at most; the count of live rows may be read only after the wait
     }
     const BlockRows rows(a, head);
-    const WarpWeights weights(a, rows, base, warp, warps);
-    const int steps = weights.blocks * (kBlockColumns / Stream::kColumns);
+    const KSplit split(a);
+    const WarpWeights weights(a, rows, split, base, warp, warps);
+    const int steps = split.blocks * (kBlockColumns / Stream::kColumns);
 
     using Cursor = typename Stream::template Lane<const unsigned char*>;
     typename Stream::Step ring[kDepth];
@@ -124,12 +125,12 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) acc[tile][n][i] = 0.0f;
 
-        const int columns = weights.blocks * kBlockColumns;
+        const int columns = split.blocks * kBlockColumns;
         const int chunk = few_chunk_columns(a.activation_bytes, tokens);
         for (int c0 = 0; c0 < columns; c0 += chunk) {
             const int width = min(chunk, columns - c0), row_bytes = few_row_bytes(width);
             if (c0 > 0) __syncthreads();
-            stage_activations<Blocks == 1>(a, xs, x_row, tokens, width, weights.block0 * kBlockColumns + c0,
+            stage_activations<Blocks == 1>(a, xs, x_row, tokens, width, split.block0 * kBlockColumns + c0,
                                            head, thread, threads);
             __syncthreads();
             if (!weights.busy) continue;

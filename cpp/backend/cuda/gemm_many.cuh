@@ -47,7 +47,8 @@ __device__ __forceinline__ uint32_t keep(uint32_t address) {
     return static_cast<uint32_t>(ptx::opaque(static_cast<int>(address)));
 }
 
-// What one of the two copying warps takes of the weights: the first row tiles of all pairs, or the second.
+// What one of the two copying warps takes of the weights: the first row tiles of all pairs, or the second,
+// those that exist.
 template <class Stream, int PairBytes>
 struct TileCopy {
     static constexpr int kWhole = Stream::kStepBytes / 512;      // copies of a whole warp
@@ -55,18 +56,18 @@ struct TileCopy {
     const unsigned char* from;
     size_t stride;  // from pair to pair
     uint32_t to;
-    int lane, count, block0, blocks;
+    int lane, count;
 
-    __device__ __forceinline__ TileCopy(const GemmArgs& a, const BlockRows& rows, int second, int pairs,
-                                        uint32_t place, int thread_lane)
-        : lane(thread_lane) {
-        const WeightTiles tiles(a, rows, second, pairs);
-        from = tiles.from;
-        stride = tiles.stride;
-        count = tiles.count;
-        block0 = tiles.block0;
-        blocks = tiles.blocks;
-        to = place + second * Stream::kStepBytes;
+    __device__ __forceinline__ TileCopy(const GemmArgs& a, const BlockRows& rows, const KSplit& split,
+                                        int second, int pairs, uint32_t place, int thread_lane)
+        : to(place + second * Stream::kStepBytes), lane(thread_lane) {
+        const bool gated = a.store == Store::gated;
+        const int step = gated ? 1 : 2, tile = first_tile_of(a, rows, 0, pairs) + (gated ? 0 : second);
+        const size_t row = static_cast<size_t>(a.k_blocks) * a.block_bytes;
+        count = max(0, min(pairs, (rows.last_tile - tile + step) / step));
+        stride = step * row;
+        from = (gated && second ? a.w[1] : a.w[0]) + tile * row +
+               static_cast<size_t>(split.block0) * a.block_bytes;
     }
     __device__ __forceinline__ void copy(int step, int slot_offset) const {
         const unsigned char* source = from + static_cast<size_t>(step) * Stream::kStepBytes;
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(Many<Stream, NT, Groups>::kMaxThreads, 1) gemm
     if (thread == 0) {
         for (int i = 0; i < kSlots; ++i) {
             ptx::barrier_init(full + i * 8, 2 * 32 + 1);  // lanes that copy weights; activations
-            ptx::barrier_init(empty + i * 8, consumers);
+            ptx::barrier_init(empty + i * 8, consumers * 32);
         }
         ptx::barrier_init_fence();
     }
@@ -111,16 +112,19 @@ __global__ void __launch_bounds__(Many<Stream, NT, Groups>::kMaxThreads, 1) gemm
     const int head = static_cast<int>(blockIdx.z) % a.heads;
     const int first_token = static_cast<int>(blockIdx.z) / a.heads * M::kTokens;
     const BlockRows rows(a, head);
+    const KSplit split(a);
+    const int steps = split.blocks * M::kSteps, pair = warp / Groups, group = warp % Groups;
     int tokens;
+    float acc[2][NT][4];  // of all warps but the copying ones
 
     if (warp >= consumers) {
-        const TileCopy<Stream, M::kPairBytes> weights(a, rows, warp - consumers, pairs,
+        const TileCopy<Stream, M::kPairBytes> weights(a, rows, split, warp - consumers, pairs,
                                                       ring + M::kActivationBytes, lane);
-        const int steps = weights.blocks * M::kSteps, ahead = min(kSlots, steps);
+        const int ahead = min(kSlots, steps);
         const bool copies_activations = warp == consumers && lane == 0;
         const unsigned char* const x =
             reinterpret_cast<const unsigned char*>(a.rounded) +
-            (static_cast<size_t>(blockIdx.z) * a.k_blocks + weights.block0) * M::kSteps * M::kActivationBytes;
+            (static_cast<size_t>(blockIdx.z) * a.k_blocks + split.block0) * M::kSteps * M::kActivationBytes;
         const auto copy_weights = [&](int step, int slot) {
             weights.copy(step, slot * slot_bytes);
             ptx::copy_async_arrive(full + slot * 8);
@@ -149,16 +153,12 @@ __global__ void __launch_bounds__(Many<Stream, NT, Groups>::kMaxThreads, 1) gemm
             copy_weights(step, at.slot);
             at.advance();
         }
-        __syncthreads();
     } else {
-        const int pair = warp / Groups, group = warp % Groups;
-        const WarpWeights weights(a, rows, a.w, pair, pairs);
-        const int steps = weights.blocks * M::kSteps;
+        const bool busy = first_tile_of(a, rows, pair, pairs) <= rows.last_tile;
         ptx::grid_wait();
         tokens = min(M::kTokens, a.rows.live_count() - first_token);
         if (tokens <= 0) return;
 
-        float acc[2][NT][4];
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(Many<Stream, NT, Groups>::kMaxThreads, 1) gemm
         RingPlace<kSlots> at;
         for (int step = 0; step < steps; ++step) {
             ptx::barrier_wait(full + at.slot * 8, at.phase);
-            if (weights.busy) {
+            if (busy) {
                 const int offset = at.slot * slot_bytes;
                 auto next = first;
                 next.advance(offset);
@@ -183,11 +183,12 @@ __global__ void __launch_bounds__(Many<Stream, NT, Groups>::kMaxThreads, 1) gemm
                 };
                 Stream::template multiply<NT>(acc, s, b);
             }
-            __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(empty + at.slot * 8);
+            ptx::barrier_arrive(empty + at.slot * 8);
             at.advance();
         }
-        __syncthreads();  // the ring becomes the place of partial sums
+    }
+    __syncthreads();  // the ring becomes the place of partial sums
+    if (warp < consumers) {
         put_partials<NT>(partials + group * NT * 8 * partial_stride(pairs), acc, tokens - group * NT * 8,
                          pair, pairs, lane);
     }

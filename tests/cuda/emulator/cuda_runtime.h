@@ -2,8 +2,8 @@
 // .cu files to compile as C++ and run, thread by thread, on fibers. It exists to find mistakes without a GPU:
 // shared memory and allocations start as NaN and end at guard pages; an asynchronous copy destroys its target
 // when it is issued and fills it only when it is waited for; a warp whose lanes meet at different
-// instructions, a deadlock and a kernel that never waits for its predecessor abort. It is no model of speed,
-// and its mma.sync rounds differently from a GPU's.
+// instructions, a block that meets at __syncthreads from two places, a deadlock and a kernel that never waits
+// for its predecessor abort. It is no model of speed, and its mma.sync rounds differently from a GPU's.
 #pragma once
 
 #include <cmath>
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <source_location>
 #include <tuple>
 #include <type_traits>
 
@@ -68,7 +69,7 @@ inline float2 make_float2(float x, float y) {
 
 namespace kdt_emulator {
 
-void block_barrier();
+void block_barrier(const std::source_location& place);
 void cluster_barrier();
 void note_grid_wait();
 unsigned char* shared_memory();
@@ -78,7 +79,6 @@ void copy_async_commit();
 void copy_async_wait(int pending);
 void copy_async_arrive(void* barrier);
 void bulk_copy(void* to, const void* from, int bytes, void* barrier);
-void meet(int barrier, int threads, bool waits);
 void barrier_init(void* barrier, int count);
 void barrier_arrive(void* barrier, int bytes = 0);
 void store_async(void* to, const void* from, void* barrier);
@@ -164,8 +164,8 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 // ----------------------------------------------------------------------------------------------------------------
 // device functions
 
-inline void __syncthreads() {
-    kdt_emulator::block_barrier();
+inline void __syncthreads(const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::block_barrier(place);
 }
 inline void __syncwarp() {
     kdt_emulator::collective<int, int>(kdt_emulator::do_nothing, 0);

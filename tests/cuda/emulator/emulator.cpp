@@ -69,7 +69,8 @@ struct Block {
     dim3 index;
     unsigned rank = 0;
     int live = 0;
-    Barrier barrier, named[16];
+    Barrier barrier;
+    std::source_location place;  // where those are who wait at it
     std::unique_ptr<Guarded> shared;
     std::vector<WarpState> warps;
 };
@@ -263,18 +264,14 @@ void deliver(MemoryBarrier* barrier) {
 
 }  // namespace
 
-void block_barrier() {
+void block_barrier(const std::source_location& place) {
     Block& block = *current->block;
+    if (block.barrier.arrived == 0)
+        block.place = place;
+    else if (block.place.line() != place.line() ||
+             std::strcmp(block.place.file_name(), place.file_name()) != 0)
+        die("threads of a block meet at its barrier from two places of the code");
     wait(block.barrier, block.live);
-}
-
-void meet(int barrier, int threads, bool waits) {
-    if (barrier < 1 || barrier > 15 || threads % 32 != 0) die("no such barrier");
-    Barrier& named = current->block->named[barrier];
-    if (waits)
-        wait(named, threads);
-    else if (arrive(named, threads))
-        open(named);
 }
 
 void cluster_barrier() {

@@ -141,12 +141,6 @@ void copy_async_wait() {
     kdt_emulator::copy_async_wait(Pending);
 }
 
-inline void meet(int barrier, int threads) {
-    kdt_emulator::meet(barrier, threads, true);
-}
-inline void meet_later(int barrier, int threads) {
-    kdt_emulator::meet(barrier, threads, false);
-}
 inline void barrier_init(uint32_t barrier, int count) {
     kdt_emulator::barrier_init(shared_memory() + barrier, count);
 }
