@@ -44,6 +44,24 @@ def test_verify_runs_the_demo_model() -> None:
     assert run.code == 0, run.err
 
 
+def test_bench_measures_the_demo_model_and_its_drafter() -> None:
+    """Catches a command that asks for a model where the others have one."""
+    run = kdtree("bench", "-p", "8", "-n", "24", "-r", "1", "--budget", "8", "-o", "json")
+    assert run.code == 0, run.err
+    assert run.json["model"] == demo_model().target.name and run.json["draft_model"] == demo_model().draft.name
+    assert [(r["decoding"], r["drafter"]) for r in run.json["results"]][-1] == ("ddtree", "auto")
+    plain = kdtree("bench", "-p", "0", "-n", "8", "-r", "1", "--drafter", "ngram", "-o", "json")
+    assert plain.code == 0 and plain.json["draft_model"] is None, plain.err
+
+
+def test_perplexity_scores_with_the_demo_model(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("It was a truth that nobody in the room would have cared to dispute.\n" * 3)
+    run = kdtree("perplexity", "--text", text, "--json")
+    assert run.code == 0, run.err
+    assert run.json["model"] == str(demo_model().target) and run.json["bits_per_byte"] < 3
+
+
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_trained_drafts_are_accepted_and_change_nothing(engine: Engine, kind: str) -> None:
     """Catches weights that were packed wrongly: a drafter for another target, a mask that was not trained."""

@@ -164,7 +164,7 @@ def test_refusals_of_the_command(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("some text")
     assert_refused(kdtree("perplexity", folder), "--text FILE is missing", code=2)
-    assert_refused(kdtree("perplexity", "--text", text), "MODEL is missing", code=2)
+    assert_refused(kdtree("perplexity"), "--text FILE is missing", code=2)
     assert_refused(kdtree("perplexity", folder, "--text", tmp_path / "no"), "--text", "No such file")
     assert_refused(kdtree("perplexity", folder, "--text", binary), "--text", "not valid UTF-8 at byte 2")
     assert_refused(kdtree("perplexity", folder, "--text", "-"), "0 tokens; at least 2")

@@ -184,6 +184,7 @@ def bench(
 ) -> int:
     """Measure tokens per second: prompts, plain decoding, decoding with draft trees.
 
+    Without a MODEL the demo model is measured, with its drafter.
     The columns are llama-bench's, and the accepted length, bytes read and how much of the memory's own rate
     that is. A figure above what the memory gives is an error.
     """
@@ -210,6 +211,7 @@ def perplexity(
 ) -> int:
     """Score a text: bits per byte, bits per token, perplexity.
 
+    Without a MODEL the demo model scores it.
     Long texts are scored by windows that overlap; every token but the first counts once.
     """
     arguments = dict(locals())

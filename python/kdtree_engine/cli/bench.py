@@ -54,8 +54,7 @@ class Options:
     def from_arguments(cls, arguments: dict[str, Any]) -> Options:
         """Checks the values as typer delivers them. Raises UsageProblem."""
         a = dict(arguments)
-        if a["model"] is None:
-            raise exits.UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
+        o.default_model(a)
         a["n_prompt"] = tuple(n for n in _numbers("--n-prompt", a["n_prompt"]) if n)
         a["n_gen"] = tuple(n for n in _numbers("--n-gen", a["n_gen"]) if n)
         if not a["n_prompt"] and not a["n_gen"]:

@@ -137,6 +137,19 @@ Format = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
+def default_model(arguments: dict[str, Any]) -> None:
+    """Without a MODEL it is the demo model, with its own draft model where the command takes one and its drafter asks
+    it. Raises EngineError where this installation left it out."""
+    if arguments["model"] is not None:
+        return
+    from kdtree_engine.demo import demo_model
+
+    built_in = demo_model()
+    arguments["model"] = str(built_in.target)
+    if arguments.get("draft_model") is None and arguments.get("drafter") in ("auto", "dflash"):
+        arguments["draft_model"] = str(built_in.draft)
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """What a run was asked to do, checked. Built by `from_arguments` only."""
@@ -180,13 +193,8 @@ class RunOptions:
             A prompt file that cannot be read.
         """
         a = dict(arguments)
-        if a["model"] is None and demo:
-            from kdtree_engine.demo import demo_model
-
-            built_in = demo_model()
-            a["model"] = str(built_in.target)
-            if a["draft_model"] is None and a["drafter"] in ("auto", "dflash"):
-                a["draft_model"] = str(built_in.draft)
+        if demo:
+            default_model(a)
         if a["model"] is None:
             raise UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
         within("--max-tokens", a["max_tokens"], 1, 2**31 - 1)

@@ -36,10 +36,9 @@ class Options:
     def from_arguments(cls, arguments: dict[str, Any]) -> Options:
         """Checks the values as typer delivers them. Raises UsageProblem."""
         a = dict(arguments)
-        if a["model"] is None:
-            raise exits.UsageProblem("MODEL is missing; give a Hugging Face folder or a .kdtr bundle")
         if a["text"] is None:
             raise exits.UsageProblem("--text FILE is missing; - reads stdin")
+        o.default_model(a)
         o.within("--window", a["window"], 1, 2**31 - 1)
         o.within("--stride", a["stride"], 1, 2**31 - 1)
         o.within("--limit", a["limit"], 2, 2**31 - 1)
