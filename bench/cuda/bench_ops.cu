@@ -16,6 +16,7 @@
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/launch.h"
 #include "backend/staging.h"
+#include "core/arguments.h"
 
 namespace {
 
@@ -25,7 +26,8 @@ constexpr double kBytesPerMicrosecond = 4.3e6;
 constexpr size_t kRotatedBytes = size_t{400} << 20;  // several times any L2
 
 struct Options {
-    std::string only, out;
+    std::vector<std::string> only;  // groups; empty: all
+    std::string out;
     int replays = 25;
 };
 
@@ -67,7 +69,8 @@ class Bench {
         cudaEventCreate(&end_);
     }
     bool wants(const std::string& group) const {
-        return options_.only.empty() || options_.only.find(group) != std::string::npos;
+        const auto& only = options_.only;
+        return only.empty() || std::find(only.begin(), only.end(), group) != only.end();
     }
 
     // Microseconds of one of the `n` calls of op(0 .. n - 1).
@@ -539,96 +542,101 @@ void bench_round(Bench& bench) {
     bench.clear();
 }
 
+constexpr const char* kUsage =
+    "usage: kdtree-bench-cuda [--only GROUP,...] [--out FILE] [--replays N]\n"
+    "GROUP: linear, dense, gated, heads, experts, moonlight, attend, small, tree, round; all where none is given.\n";
+
+// False where only the usage is asked for.
+bool parse(Arguments words, Options& o) {
+    while (words.next()) {
+        if (words.is("--help") || words.is("-h")) return false;
+        if (words.is("--only"))
+            o.only = words.choices({"linear", "dense", "gated", "heads", "experts", "moonlight", "attend",
+                                    "small", "tree", "round"});
+        else if (words.is("--out"))
+            o.out = words.text();
+        else if (words.is("--replays"))
+            o.replays = words.integer(1, 100000);
+        else
+            words.unknown();
+    }
+    return true;
+}
+
+int run(const Options& o) {
+    cuda::CudaBackend backend{CudaOptions{}};
+    std::printf("%s\n", backend.description().c_str());
+    Bench bench(backend, o);
+    const auto w4 = WeightKind::w4a16, bf16 = WeightKind::bf16;
+    const std::vector<int> all = {1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256}, few = {1, 8, 16, 64};
+    if (bench.wants("linear")) {
+        bench_linear(bench, "", w4, 4096, 7168, all);
+        bench_linear(bench, "", w4, 7168, 2048, few);
+        bench_linear(bench, "", w4, 36864, 7168, all);
+        bench_linear(bench, "", w4, 7168, 18432, all);
+        bench_linear(bench, "", w4, 2816, 2048, few);
+        bench_linear(bench, "", w4, 2048, 1408, few);
+    }
+    if (bench.wants("dense")) {
+        bench_linear(bench, "q_a", bf16, 1536, 7168, few);
+        bench_linear(bench, "q_b", bf16, 12288, 1536, few);
+        bench_linear(bench, "kv_a", bf16, 576, 7168, few);
+        bench_linear(bench, "o", bf16, 7168, 8192, few);
+        bench_linear(bench, "head", bf16, 163840, 7168, {1, 16, 64});
+        bench_linear(bench, "Moonlight q", bf16, 3072, 2048, few);
+        bench_linear(bench, "Moonlight kv_a", bf16, 576, 2048, few);
+        bench_linear(bench, "Moonlight o", bf16, 2048, 2048, few);
+    }
+    if (bench.wants("gated")) {
+        bench_gated(bench, bf16, 2048, 7168, few);
+        bench_gated(bench, bf16, 2816, 2048, few);
+        bench_gated(bench, w4, 2048, 7168, few);
+    }
+    if (bench.wants("heads")) {
+        bench_heads(bench, 64, few);
+        bench_heads(bench, 16, {1, 16});
+    }
+    if (bench.wants("moonlight"))
+        bench_experts(bench, "Moonlight, 64 top 6", 64, 6, 2048, 1408, {1, 8, 16, 32, 64, 128});
+    if (bench.wants("experts"))
+        bench_experts(bench, "K2, 384 top 8", 384, 8, 7168, 2048, {1, 4, 8, 16, 32, 64, 128});
+    if (bench.wants("attend")) {
+        bench_attention(bench, 64, {1024, 4096, 16384, 65536, 131072}, {1, 8, 16, 32, 64});
+        bench_attention(bench, 16, {1024, 4096}, {1, 8, 16, 64});
+    }
+    if (bench.wants("small")) bench_small(bench, 7168, 384, 8, 163840);
+    if (bench.wants("tree")) bench_tree(bench);
+    if (bench.wants("round")) bench_round(bench);
+    if (!o.out.empty()) {
+        std::FILE* f = std::fopen(o.out.c_str(), "w");
+        if (f == nullptr) fail(ErrorCode::io, "%s cannot be written", o.out.c_str());
+        char date[32];
+        const std::time_t now = std::time(nullptr);
+        std::strftime(date, sizeof date, "%Y-%m-%d", std::gmtime(&now));
+        const double read =
+            backend.read_rate(size_t{4} << 30, 5) / 1e9;  // the roof of the record's figures
+        std::fprintf(
+            f,
+            "{\"device\": \"%s\", \"date\": \"%s\", \"replays\": %d, \"read_gb_per_second\": %.1f, "
+            "\"results\": [",
+            backend.description().c_str(), date, o.replays, read);
+        for (size_t i = 0; i < results.size(); ++i)
+            std::fprintf(f,
+                         "%s\n  {\"name\": \"%s\", \"rows\": %d, \"us\": %.3f, \"floor_us\": %.3f, "
+                         "\"bytes\": %.0f, \"flops\": %.0f, \"note\": \"%s\"}",
+                         i ? "," : "", results[i].name.c_str(), results[i].rows, results[i].microseconds,
+                         results[i].floor, results[i].bytes, results[i].flops, results[i].note.c_str());
+        std::fprintf(f, "\n]}\n");
+        std::fclose(f);
+    }
+    return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-    Options o;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        const std::string word = argv[i];
-        if (word == "--only")
-            o.only = argv[i + 1];
-        else if (word == "--out")
-            o.out = argv[i + 1];
-        else if (word == "--replays")
-            o.replays = std::atoi(argv[i + 1]);
-        else {
-            std::printf(
-                "usage: %s [--only linear,gated,heads,experts,moonlight,attend,small,tree,round] [--out "
-                "FILE] "
-                "[--replays N]\n",
-                argv[0]);
-            return 2;
-        }
-    }
-    try {
-        cuda::CudaBackend backend{CudaOptions{}};
-        std::printf("%s\n", backend.description().c_str());
-        Bench bench(backend, o);
-        const auto w4 = WeightKind::w4a16, bf16 = WeightKind::bf16;
-        const std::vector<int> all = {1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256}, few = {1, 8, 16, 64};
-        if (bench.wants("linear")) {
-            bench_linear(bench, "", w4, 4096, 7168, all);
-            bench_linear(bench, "", w4, 7168, 2048, few);
-            bench_linear(bench, "", w4, 36864, 7168, all);
-            bench_linear(bench, "", w4, 7168, 18432, all);
-            bench_linear(bench, "", w4, 2816, 2048, few);
-            bench_linear(bench, "", w4, 2048, 1408, few);
-        }
-        if (bench.wants("dense")) {
-            bench_linear(bench, "q_a", bf16, 1536, 7168, few);
-            bench_linear(bench, "q_b", bf16, 12288, 1536, few);
-            bench_linear(bench, "kv_a", bf16, 576, 7168, few);
-            bench_linear(bench, "o", bf16, 7168, 8192, few);
-            bench_linear(bench, "head", bf16, 163840, 7168, {1, 16, 64});
-            bench_linear(bench, "Moonlight q", bf16, 3072, 2048, few);
-            bench_linear(bench, "Moonlight kv_a", bf16, 576, 2048, few);
-            bench_linear(bench, "Moonlight o", bf16, 2048, 2048, few);
-        }
-        if (bench.wants("gated")) {
-            bench_gated(bench, bf16, 2048, 7168, few);
-            bench_gated(bench, bf16, 2816, 2048, few);
-            bench_gated(bench, w4, 2048, 7168, few);
-        }
-        if (bench.wants("heads")) {
-            bench_heads(bench, 64, few);
-            bench_heads(bench, 16, {1, 16});
-        }
-        if (bench.wants("moonlight"))
-            bench_experts(bench, "Moonlight, 64 top 6", 64, 6, 2048, 1408, {1, 8, 16, 32, 64, 128});
-        if (bench.wants("experts"))
-            bench_experts(bench, "K2, 384 top 8", 384, 8, 7168, 2048, {1, 4, 8, 16, 32, 64, 128});
-        if (bench.wants("attend")) {
-            bench_attention(bench, 64, {1024, 4096, 16384, 65536, 131072}, {1, 8, 16, 32, 64});
-            bench_attention(bench, 16, {1024, 4096}, {1, 8, 16, 64});
-        }
-        if (bench.wants("small")) bench_small(bench, 7168, 384, 8, 163840);
-        if (bench.wants("tree")) bench_tree(bench);
-        if (bench.wants("round")) bench_round(bench);
-        if (!o.out.empty()) {
-            std::FILE* f = std::fopen(o.out.c_str(), "w");
-            if (f == nullptr) fail(ErrorCode::io, "%s cannot be written", o.out.c_str());
-            char date[32];
-            const std::time_t now = std::time(nullptr);
-            std::strftime(date, sizeof date, "%Y-%m-%d", std::gmtime(&now));
-            const double read =
-                backend.read_rate(size_t{4} << 30, 5) / 1e9;  // the roof of the record's figures
-            std::fprintf(
-                f,
-                "{\"device\": \"%s\", \"date\": \"%s\", \"replays\": %d, \"read_gb_per_second\": %.1f, "
-                "\"results\": [",
-                backend.description().c_str(), date, o.replays, read);
-            for (size_t i = 0; i < results.size(); ++i)
-                std::fprintf(f,
-                             "%s\n  {\"name\": \"%s\", \"rows\": %d, \"us\": %.3f, \"floor_us\": %.3f, "
-                             "\"bytes\": %.0f, \"flops\": %.0f, \"note\": \"%s\"}",
-                             i ? "," : "", results[i].name.c_str(), results[i].rows, results[i].microseconds,
-                             results[i].floor, results[i].bytes, results[i].flops, results[i].note.c_str());
-            std::fprintf(f, "\n]}\n");
-            std::fclose(f);
-        }
-    } catch (const Error& e) {
-        std::fprintf(stderr, "error: %s\n", e.what());
-        return 1;
-    }
-    return 0;
+    Options options;
+    return run_tool(
+        "kdtree-bench-cuda", kUsage, [&] { return parse({argc, argv}, options); },
+        [&] { return run(options); });
 }

@@ -5,11 +5,13 @@
 // Exit codes: 0 everything equal, 1 a difference or an error, 2 wrong usage or nothing accepted.
 
 #include <algorithm>
-#include <charconv>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <thread>
 
+#include "core/arguments.h"
 #include "core/error.h"
 #include "draft/planted.h"
 #include "engine/session.h"
@@ -23,67 +25,56 @@ constexpr const char* kUsage =
     "usage: kdtree-laws [--shape tiny|moonlight|k2] [--layers N] [--device cpu|cuda[:N]] [--threads N] "
     "[--precision bf16|f32]\n"
     "                   [--prompt N] [--tokens N] [--budgets 1,8,31,64] [--seed N] [--sampled] [--latents] "
-    "[--json FILE]\n";
+    "[--sessions N] [--json FILE]\n"
+    "Decodes plainly and with trees; with --sessions also so many sessions at once, a thread each. All must "
+    "be "
+    "equal, bit for bit.\n";
+
+constexpr int kMostTokens = 1 << 20;
 
 struct Options {
     std::string shape = "tiny";
     DeviceOptions device;
-    int layers = 0, prompt = 100, tokens = 200, seed = 1;
+    int layers = 0, prompt = 100, tokens = 200, seed = 1, sessions = 0;
     std::vector<int> budgets = {1, 4, 8, 16, 31, 64};
     bool sampled = false, latents = false;
     std::string json;  // file for the record; none by default
 };
 
-bool parse_int(const std::string& text, int& value) {
-    const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-    return result.ec == std::errc() && result.ptr == text.data() + text.size() && value >= 0;
-}
-
-bool parse_list(const std::string& text, std::vector<int>& values) {
-    values.clear();
-    for (size_t at = 0; at <= text.size();) {
-        const size_t comma = std::min(text.find(',', at), text.size());
-        int value;
-        if (!parse_int(text.substr(at, comma - at), value) || value > kMaxNodes) return false;
-        values.push_back(value);
-        at = comma + 1;
-    }
-    return true;
-}
-
-bool parse(int argc, char** argv, Options& o) {
-    for (int i = 1; i < argc; ++i) {
-        const std::string word = argv[i];
-        if (word == "--sampled" || word == "--latents") {
-            (word == "--sampled" ? o.sampled : o.latents) = true;
-            continue;
-        }
-        if (++i == argc) return false;
-        const std::string value = argv[i];
-        bool ok = true;
-        if (word == "--shape")
-            o.shape = value;
-        else if (word == "--device")
-            o.device.device = value;
-        else if (word == "--precision")
-            o.device.precision = value;
-        else if (word == "--json")
-            o.json = value;
-        else if (word == "--layers")
-            ok = parse_int(value, o.layers);
-        else if (word == "--threads")
-            ok = parse_int(value, o.device.threads);
-        else if (word == "--prompt")
-            ok = parse_int(value, o.prompt) && o.prompt > 0;
-        else if (word == "--tokens")
-            ok = parse_int(value, o.tokens) && o.tokens > 0;
-        else if (word == "--seed")
-            ok = parse_int(value, o.seed);
-        else if (word == "--budgets")
-            ok = parse_list(value, o.budgets);
+// False where only the usage is asked for.
+bool parse(Arguments words, Options& o) {
+    while (words.next()) {
+        if (words.is("--help") || words.is("-h")) return false;
+        if (words.is("--sampled"))
+            o.sampled = true;
+        else if (words.is("--latents"))
+            o.latents = true;
+        else if (words.is("--shape"))
+            o.shape = words.choice({"tiny", "moonlight", "k2"});
+        else if (words.is("--device"))
+            o.device.device = words.text();
+        else if (words.is("--precision"))
+            o.device.precision = words.choice({"f32", "bf16"});
+        else if (words.is("--json"))
+            o.json = words.text();
+        else if (words.is("--layers"))
+            o.layers = words.integer(0, 1024);
+        else if (words.is("--threads"))
+            o.device.threads = words.integer(0, 1024);
+        else if (words.is("--prompt"))
+            o.prompt = words.integer(1, kMostTokens);
+        else if (words.is("--tokens"))
+            o.tokens = words.integer(1, kMostTokens);
+        else if (words.is("--seed"))
+            o.seed = words.integer(0, INT_MAX);
+        else if (words.is("--budgets"))
+            o.budgets = words.integers(0, kMaxNodes);
+        else if (words.is("--sessions"))
+            o.sessions = words.integer(0, 64);
+        else if (words.is_option())
+            words.unknown();
         else
-            ok = false;
-        if (!ok) return false;
+            throw UsageError(format("%s is no option; there is nothing else to give", words.word().c_str()));
     }
     return true;
 }
@@ -128,6 +119,47 @@ Run decode(const std::shared_ptr<Executor>& executor, const Options& o, const st
 template <class T>
 bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+// So many threads, each with a session on one engine, plain and with the trees of `budget`: how many of them
+// do not have the plain run's bits.
+int at_once(const std::shared_ptr<const Engine>& engine, const Options& o, const std::vector<int32_t>& prompt,
+            const Run& plain, int budget) {
+    ExecutorOptions limits;
+    limits.context = o.prompt + o.tokens + 1;
+    limits.sessions = (o.sessions + 1) / 2;
+    // Two executors: sessions of one share its memory, all of them the engine's workspace.
+    const std::shared_ptr<Executor> executors[2] = {std::make_shared<Executor>(engine, limits),
+                                                    std::make_shared<Executor>(engine, limits)};
+    std::vector<Run> runs(static_cast<size_t>(o.sessions));
+    std::vector<std::string> errors(runs.size());
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < runs.size(); ++i)
+        threads.emplace_back([&, i] {
+            try {
+                PlantedOptions planted;
+                planted.seed = static_cast<uint64_t>(o.seed) + i;
+                std::shared_ptr<Drafter> drafter;
+                if (i % 3 != 0)
+                    drafter = std::make_shared<PlantedDrafter>(plain.timeline, engine->config().vocab_size,
+                                                               planted);
+                const int nodes = i % 3 == 1 ? budget : -1;
+                runs[i] = decode(executors[i % 2], o, prompt, drafter ? nodes : 0, drafter);
+            } catch (const std::exception& error) {
+                errors[i] = error.what();
+            }
+        });
+    for (std::thread& thread : threads) thread.join();
+    int differ = 0;
+    for (size_t i = 0; i < runs.size(); ++i) {
+        if (!errors[i].empty()) fail(ErrorCode::internal, "session %zu: %s", i, errors[i].c_str());
+        bool same = same_bytes(runs[i].timeline, plain.timeline) && same_bytes(runs[i].logits, plain.logits);
+        for (size_t layer = 0; layer < plain.latents.size(); ++layer)
+            same = same && same_bytes(runs[i].latents[layer], plain.latents[layer]);
+        differ += !same;
+    }
+    std::printf("%d sessions at once, a thread each: %d differ from the plain run\n", o.sessions, differ);
+    return differ;
 }
 
 int run(const Options& o) {
@@ -187,6 +219,9 @@ int run(const Options& o) {
         failures += !(tokens && logits && latents);
         accepted += tree.stats.accepted;
     }
+    const int differ = o.sessions > 0 ? at_once(engine, o, prompt, plain,
+                                                *std::max_element(o.budgets.begin(), o.budgets.end()))
+                                      : 0;
     std::printf("%zu tokens compared, %zu logit values each time; %d budgets differ\n",
                 o.budgets.size() * static_cast<size_t>(o.tokens), plain.logits.size(), failures);
     if (!o.json.empty()) {
@@ -196,13 +231,14 @@ int run(const Options& o) {
             file,
             "{\n  \"shape\": \"%s\", \"layers\": %d, \"device\": \"%s\", \"weight_bytes\": %zu,\n"
             "  \"prompt\": %d, \"tokens\": %d, \"sampled\": %s, \"seed\": %d,\n"
+            "  \"sessions_at_once\": %d, \"sessions_that_differ\": %d,\n"
             "  \"prompt_seconds\": %.4f, \"plain_ms_per_token\": %.4f,\n  \"budgets\": [%s\n  ]\n}\n",
             o.shape.c_str(), engine->config().num_hidden_layers, engine->backend().description().c_str(),
             engine->backend().weight_bytes(), o.prompt, o.tokens, o.sampled ? "true" : "false", o.seed,
-            timed.stats.seconds.prefill, plain_ms, legs.c_str());
+            o.sessions, differ, timed.stats.seconds.prefill, plain_ms, legs.c_str());
         if (std::fclose(file) != 0) fail(ErrorCode::io, "%s could not be written", o.json.c_str());
     }
-    if (failures > 0) return 1;
+    if (failures + differ > 0) return 1;
     if (accepted == 0) {
         std::printf("nothing was tested: no draft node was accepted\n");
         return 2;
@@ -214,14 +250,10 @@ int run(const Options& o) {
 
 int main(int argc, char** argv) {
     Options options;
-    if (!parse(argc, argv, options)) {
-        std::fputs(kUsage, stderr);
-        return 2;
-    }
-    try {
-        return run(options);
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "kdtree-laws: %s\n", error.what());
-        return 1;
-    }
+    return run_tool(
+        "kdtree-laws", kUsage,
+        [&] {
+            return parse({argc, argv}, options);
+        },
+        [&] { return run(options); });
 }

@@ -6,12 +6,11 @@
 // Exit codes: 0 all legs passed, 1 a leg failed or an error, 2 wrong usage.
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <string>
 
+#include "core/arguments.h"
 #include "core/error.h"
 #include "engine/bundle.h"
 #include "engine/session.h"
@@ -20,6 +19,8 @@
 namespace {
 
 using namespace kdt;
+
+constexpr int kMostThreads = 1024;
 
 constexpr const char* kUsage =
     "usage: kdtree-verify FILE [--device cpu|cuda[:N]] [--threads N] [--isa NAME] [--precision f32|bf16] "
@@ -36,37 +37,30 @@ struct Options {
     int budget = kMaxNodes;
 };
 
-bool parse_int(const char* text, int& value) {
-    const char* end = text + std::strlen(text);
-    const auto result = std::from_chars(text, end, value);
-    return result.ec == std::errc() && result.ptr == end && value >= 0;
-}
-
-// False on wrong usage.
-bool parse(int argc, char** argv, Options& options) {
-    for (int i = 1; i < argc; ++i) {
-        const std::string word = argv[i];
-        if (word.rfind("--", 0) != 0) {
-            if (!options.file.empty()) return false;
-            options.file = word;
-            continue;
-        }
-        if (++i == argc) return false;
-        if (word == "--device")
-            options.device.device = argv[i];
-        else if (word == "--isa")
-            options.device.isa = argv[i];
-        else if (word == "--precision")
-            options.device.precision = argv[i];
-        else if (word == "--threads") {
-            if (!parse_int(argv[i], options.device.threads)) return false;
-        } else if (word == "--budget") {
-            if (!parse_int(argv[i], options.budget) || options.budget > kMaxNodes) return false;
-        } else {
-            return false;
-        }
+// False where only the usage is asked for.
+bool parse(Arguments words, Options& options) {
+    while (words.next()) {
+        if (words.is("--help") || words.is("-h")) return false;
+        if (words.is("--device"))
+            options.device.device = words.text();
+        else if (words.is("--isa"))
+            options.device.isa = words.text();
+        else if (words.is("--precision"))
+            options.device.precision = words.choice({"f32", "bf16"});
+        else if (words.is("--threads"))
+            options.device.threads = words.integer(0, kMostThreads);
+        else if (words.is("--budget"))
+            options.budget = words.integer(0, kMaxNodes);
+        else if (words.is_option())
+            words.unknown();
+        else if (options.file.empty())
+            options.file = words.word();
+        else
+            throw UsageError(format("%s and %s are two bundles; expected one FILE", options.file.c_str(),
+                                    words.word().c_str()));
     }
-    return !options.file.empty();
+    if (options.file.empty()) throw UsageError("FILE is missing: the golden bundle to decode");
+    return true;
 }
 
 struct Run {
@@ -162,14 +156,10 @@ int run(const Options& options) {
 
 int main(int argc, char** argv) {
     Options options;
-    if (!parse(argc, argv, options)) {
-        std::fputs(kUsage, stderr);
-        return 2;
-    }
-    try {
-        return run(options);
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "kdtree-verify: %s\n", error.what());
-        return 1;
-    }
+    return run_tool(
+        "kdtree-verify", kUsage,
+        [&] {
+            return parse({argc, argv}, options);
+        },
+        [&] { return run(options); });
 }

@@ -8,6 +8,8 @@
 #include <map>
 #include <memory>
 
+#include "core/arguments.h"
+
 namespace kdt::testing {
 
 namespace {
@@ -250,6 +252,7 @@ int run_all() {
         total += checks;
         bad += !error.empty();
     }
+    if (ran == 0) std::printf("no case has %s in its name\n", the_options.filter.c_str());
     std::printf("%d cases, %d failed, %zu comparisons\n", ran, bad, total);
     return bad == 0 && ran > 0 ? 0 : 1;
 }
@@ -257,29 +260,39 @@ int run_all() {
 }  // namespace kdt::testing
 
 int main(int argc, char** argv) {
+    using namespace kdt::testing;
     bool list = false;
-    for (int i = 1; i < argc; ++i) {
-        const std::string arg = argv[i];
-        if (arg == "--small")
-            kdt::testing::the_options.small = true;
-        else if (arg == "--list")
-            list = true;
-        else if (arg == "--filter" && i + 1 < argc)
-            kdt::testing::the_options.filter = argv[++i];
-        else {
-            std::printf("usage: %s [--list] [--small] [--filter TEXT]\n", argv[0]);
-            return 2;
+    const auto parse = [&](kdt::Arguments words) {
+        while (words.next()) {
+            if (words.is("--help") || words.is("-h")) return false;
+            if (words.is("--small"))
+                the_options.small = true;
+            else if (words.is("--list"))
+                list = true;
+            else if (words.is("--filter"))
+                the_options.filter = words.text();
+            else
+                words.unknown();
         }
-    }
-    if (list) {
-        kdt::testing::list_all();
-        return 0;
-    }
-    try {
-        std::printf("%s\n", kdt::testing::backend("bf16").description().c_str());
-    } catch (const kdt::Error& e) {
-        std::printf("NOT RUN (%s)\n", e.what());
-        return 3;
-    }
-    return kdt::testing::run_all();
+        return true;
+    };
+    const auto run = [&] {
+        if (list) {
+            list_all();
+            return 0;
+        }
+        try {
+            std::printf("%s\n", backend("bf16").description().c_str());
+        } catch (const kdt::Error& e) {
+            std::printf("NOT RUN (%s)\n", e.what());
+            return 3;
+        }
+        return run_all();
+    };
+    return kdt::run_tool(
+        "kdtree-cuda-tests", "usage: kdtree-cuda-tests [--list] [--small] [--filter TEXT]\n",
+        [&] {
+            return parse({argc, argv});
+        },
+        run);
 }
