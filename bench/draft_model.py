@@ -23,7 +23,7 @@ import numpy as np
 
 from harness.guard import guarded
 from kdtree_engine import _native
-from kdtree_engine.cli.bench import commit
+from kdtree_engine.checkout import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {

@@ -23,7 +23,7 @@ from typing import Any
 from demo_model import prompts
 from drafting_pairs import ROOT, options
 from kdtree_engine import Engine, demo_model
-from kdtree_engine.cli.bench import commit
+from kdtree_engine.checkout import commit
 
 CHOICES = ("plain", "chain", "tree 8", "auto")
 PROMPT = 16  # tokens

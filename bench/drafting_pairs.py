@@ -29,12 +29,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+try:
+    import numpy as np
 
-from demo_model import SIZE, cut, prompts
-from harness.train.sources import KINDS
-from kdtree_engine import DFlashDrafter, DraftOptions, Engine, demo_model
-from kdtree_engine.cli.bench import commit
+    from demo_model import SIZE, cut, prompts
+    from harness.guard import guarded
+    from harness.train.sources import KINDS
+    from kdtree_engine import DFlashDrafter, DraftOptions, Engine, demo_model
+    from kdtree_engine.checkout import commit
+except ImportError as error:  # no PYTHONPATH, a package that is not there, a native module of another Python
+    raise SystemExit(f"error: {error}") from None
 
 ROOT = Path(__file__).resolve().parents[1]
 RESAMPLES = 10_000
@@ -147,7 +151,7 @@ def of_kind(engine: Engine, corpus: Path, kind: str, count: int, demo: bool) -> 
     return cut(engine.encode((corpus / f"heldout.{kind}.txt").read_text()), count)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a target; default: the demo model and its draft model")
     parser.add_argument("--draft-model")
@@ -168,6 +172,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("MODEL needs --draft-model DIR")
     if min(args.pairs, args.prompts) < 1 or args.tokens < 2:
         parser.error("--pairs and --prompts must be at least 1, --tokens at least 2")
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no such folder")
     demo = args.model is None
     found = demo_model()
     engine = Engine.load(
@@ -178,6 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
         draft_model=args.draft_model or found.draft,
         draft_options=DraftOptions.parse(dict(pair.partition("=")[::2] for pair in args.draft_option)),
     )
+    # All of them first: a text that cannot be read ends the script before it has measured for minutes.
+    texts = {kind: of_kind(engine, args.corpus, kind, args.prompts, demo) for kind in args.kinds}
     given = sys.argv[1:] if arguments is None else arguments
     record: dict[str, Any] = {
         "command": "python bench/drafting_pairs.py " + shlex.join(given).replace(str(args.corpus), "DIR"),
@@ -198,17 +206,17 @@ def main(arguments: list[str] | None = None) -> None:
                     continue
             else:
                 temperature_ = temperature
-            texts = of_kind(engine, args.corpus, kind, args.prompts, demo)
             for choice in ("plain", *CHOICES):  # costs measured, graphs recorded, memory touched
-                timed(engine, choice, texts[0], min(args.tokens, 32))
-            record["cells"][name] = measure(engine, texts, args.pairs, args.tokens, temperature_)
+                timed(engine, choice, texts[kind][0], min(args.tokens, 32))
+            record["cells"][name] = measure(engine, texts[kind], args.pairs, args.tokens, temperature_)
             record["load_average"].append([round(x, 2) for x in os.getloadavg()])
             if args.json:  # after every cell: a run that is cut short has what it measured
                 args.json.write_text(json.dumps(record, indent=1) + "\n")
             print(table({name: record["cells"][name]}, "clock"), file=sys.stderr, flush=True)
     for clock in CLOCKS if engine.device == "cpu" else CLOCKS[:1]:
         print(table(record["cells"], clock), end="\n\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(guarded(main))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_engine import Engine, EngineError
-from kdtree_engine.cli.bench import commit
+from kdtree_engine.checkout import commit
 from kdtree_engine.convert import convert
 from kdtree_engine.inspection import inspect_path
 from kdtree_engine.perplexity import perplexity

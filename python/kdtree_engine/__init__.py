@@ -8,7 +8,12 @@ decoding. ::
         print(event.text, end="", flush=True)
 """
 
-from ._native import CombinedDrafter, DFlashDrafter, NgramDrafter, PlantedDrafter, ReplayDrafter, build_info
+try:
+    from ._native import CombinedDrafter, DFlashDrafter, NgramDrafter, PlantedDrafter, ReplayDrafter, build_info
+except ImportError as error:
+    from ._absent import sentence
+
+    raise ImportError(sentence(error)) from error
 from .demo import DemoModel, demo_model
 from .draft_config import DraftOptions
 from .engine import Engine

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import lzma
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from kdtree_engine import Engine, demo_model
+from kdtree_engine import Engine, _native, demo_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +104,91 @@ def test_other_tokens_end_the_run(bench: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "timed", wrong)
     with pytest.raises(SystemExit, match="tree 8 wrote other tokens"):
         bench.main(["--corpus", str(tmp_path), "--pairs", "1", "--prompts", "1", "--tokens", "4", "--kinds", "random"])
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a machine that only measures is given: folders, a corpus, no checkout. This Python's own native module."""
+    folder = tmp_path_factory.mktemp("copied")
+    shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    shutil.copytree(ROOT / "python", folder / "python", ignore=shutil.ignore_patterns("__pycache__", "_native*.so"))
+    native = Path(str(_native.__file__))
+    shutil.copy(native, folder / "python" / "kdtree_engine" / native.name)
+    (folder / "corpus").mkdir()
+    stream = np.random.default_rng(0).integers(10, 3000, 400).astype("<u2")
+    (folder / "corpus" / "heldout.code.bin.xz").write_bytes(lzma.compress(stream.tobytes()))
+    (folder / "without").mkdir()
+    (folder / "without" / "sitecustomize.py").write_text(WITHOUT)
+    return folder
+
+
+WITHOUT = """
+import os
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in os.environ["WITHOUT"].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Without())
+"""
+
+
+Run = subprocess.CompletedProcess[str]
+
+
+def copied_run(folder: Path, *options: str, without: str = "", path: str = "python") -> Run:
+    paths = os.pathsep.join(str(folder / part) for part in (path, "without"))
+    small = ("--device", "cpu", "--pairs", "1", "--prompts", "1", "--tokens", "4")
+    return subprocess.run(
+        [sys.executable, "bench/drafting_pairs.py", "--corpus", str(folder / "corpus"), *small, *options],
+        cwd=folder, env=os.environ | {"PYTHONPATH": paths, "WITHOUT": without}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_a_copy_without_git_and_the_command_lines_packages(copied: Path) -> None:
+    """Catches a script that asks the command line's module for a commit, and so needs typer and rich to measure."""
+    run = copied_run(copied, "--kinds", "code", "--json", "r.json", without="typer,rich,jinja2,torch,transformers")
+    assert run.returncode == 0, run.stderr
+    assert json.loads((copied / "r.json").read_text())["commit"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "words"),
+    [
+        (["--kinds", "code", "prose"], {}, ["heldout.prose.bin.xz", "No such file"]),
+        (["--kinds", "code", "--device", "tpu"], {}, ["device is 'tpu'"]),
+        (["--kinds", "code"], {"without": "tokenizers"}, ["needs the package tokenizers"]),
+        (["--kinds", "code"], {"without": "numpy"}, ["No module named 'numpy'"]),
+        (["--kinds", "code"], {"path": "nowhere"}, ["No module named"]),
+    ],
+)
+def test_what_is_missing_is_said_in_a_sentence(
+    copied: Path, options: list[str], changes: dict[str, str], words: list[str]
+) -> None:
+    """Catches a traceback, and a second text that is found missing when the first was measured."""
+    run = copied_run(copied, *options, **changes)
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1, run.stderr
+    for word in words:
+        assert word in run.stderr
+
+
+def test_a_native_module_that_is_not_there_is_named(copied: Path, tmp_path: Path) -> None:
+    """Catches `cannot import name '_native'`: a tree that was built for another Python looked like a broken one."""
+    package = tmp_path / "python" / "kdtree_engine"
+    shutil.copytree(copied / "bench", tmp_path / "bench")
+    shutil.copytree(copied / "corpus", tmp_path / "corpus")
+    shutil.copytree(copied / "without", tmp_path / "without")
+    shutil.copytree(copied / "python", tmp_path / "python", ignore=shutil.ignore_patterns("_native*", "demo_model"))
+    absent = copied_run(tmp_path, "--kinds", "code").stderr
+    assert absent.startswith("error: kdtree_engine's native module is not built in ") and absent.count("\n") == 1
+    other = package / "_native.cpython-399-x86_64-linux-gnu.so"
+    other.touch()
+    said = copied_run(tmp_path, "--kinds", "code").stderr
+    assert said.startswith(f"error: kdtree_engine's native module was built for another Python ({other.name})"), said
+    (package / Path(str(_native.__file__)).name).write_bytes(b"no library")
+    said = copied_run(tmp_path, "--kinds", "code").stderr
+    assert "does not load: " in said and said.startswith("error: ") and said.count("\n") == 1

@@ -9,12 +9,12 @@ import json
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from kdtree_engine.checkout import commit
 from kdtree_engine.cli import console, exits, run
 from kdtree_engine.cli import options as o
 from kdtree_engine.cli.machine import nvidia_smi
@@ -171,22 +171,6 @@ def description(options: Options, engine: Engine) -> dict[str, Any]:
         "last_level_cache": engine.native.last_level_cache,
         "footprint": engine.native.footprint,
     }
-
-
-CHECKOUT = Path(__file__).resolve().parents[3]
-
-
-def commit(root: Path = CHECKOUT) -> str | None:
-    """Of the checkout `root`, by default the one that this package runs from; `-dirty` behind it where files differ.
-    None where `root` is no checkout, as with a package that was installed."""
-    if not (root / ".git").exists():
-        return None
-    try:
-        argv = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-        done = subprocess.run(argv, capture_output=True, timeout=10, check=False, text=True)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def clocks(device: str, about: str) -> dict[str, float] | None:
