@@ -16,5 +16,5 @@ def sentence(error: ImportError, folder: Path = Path(__file__).parent) -> str:
         return f"kdtree_engine's native module {folder / found} does not load: {error}"
     if built:
         other = ", ".join(built)
-        return f"kdtree_engine's native module was built for another Python ({other}), and this is {here}: pip install ."
+        return f"kdtree_engine's native module was built for another Python ({other}); this is {here}: pip install ."
     return f"kdtree_engine's native module is not built in {folder}: pip install . builds it for this {here}"
