@@ -157,6 +157,34 @@ void bind_builder(nb::module_& m) {
             "bytes"_a, "passes"_a = 5,
             "Bytes per second at which that many bytes of device memory are read, the fastest of some "
             "passes.")
+        .def(
+            "draft_record",
+            [](const Engine& e, const std::string& drafter) {
+                DraftRecord record;
+                {
+                    const std::lock_guard turn(e.turns());
+                    record = e.draft_record(drafter);
+                }
+                nb::list sources;
+                for (const DraftRecord::Source& s : record.sources) {
+                    nb::dict d;
+                    d["purse"] = s.purse;
+                    d["earned"] = s.earned;
+                    d["value"] = s.value;
+                    d["known"] = s.known;
+                    d["seconds"] = s.seconds;
+                    sources.append(d);
+                }
+                nb::dict d;
+                d["tokens"] = record.tokens;
+                d["time"] = record.time;
+                d["sources"] = sources;
+                return d;
+            },
+            "drafter"_a,
+            "What drafts of the drafter called so have brought, as the last generation that ended left it: "
+            "decaying sums of tokens and seconds, and for tables and paths the purse, the credit earned and "
+            "the running mean of what a draft promises, in tokens, and the seconds of a draft.")
         .def_prop_ro(
             "rope_inverse_frequencies",
             [](const Engine& e) {

@@ -41,8 +41,8 @@ struct RoundOutcome {
     double seconds = 0.0;              // of everything else: build, verify, accept, commit
 };
 
-// What drafts of one kind of drafter have brought and cost. It outlives the session that learned it: an
-// engine keeps it, and the next session starts from it.
+// What drafts of one kind of drafter have brought and cost. It outlives the generation that learned it: an
+// engine keeps that of the last one that ended, and the next one starts from it.
 struct DraftRecord {
     static constexpr double kFirstPurse = 2.0;
     struct Source {

@@ -39,8 +39,9 @@ class Engine {
     // What a verify costs on this device: measured once, refined while running. With the records of drafts
     // the one thing here that changes; it decides how many nodes are verified and never reaches the output.
     CostTable& costs() const { return costs_; }
-    // What drafts of the drafter called so have brought: sessions start from it and leave here what they
-    // learn. Like the costs, it never reaches the output.
+    // What drafts of the drafter called so have brought: a generation starts from it, and leaves here what it
+    // has learned when it ends. While it runs, its text is its own: one that went on for long would keep out
+    // what every short one beside it has learned. Like the costs, it never reaches the output.
     DraftRecord& draft_record(const std::string& drafter) const { return draft_records_[drafter]; }
 
   private:

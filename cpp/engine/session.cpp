@@ -40,6 +40,7 @@ Session::Session(std::shared_ptr<Executor> executor) : executor_(std::move(execu
 
 Session::~Session() {
     const std::lock_guard turn(engine().turns());
+    leave_record();
     executor_->close_sequence(sequence_);
 }
 
@@ -138,6 +139,7 @@ void Session::begin(const GenerateParams& params) {
     feeds_draft_model_ = feeds;
     if (draft_model_) draft_model_->rewind(committed_);
     if (feeds) committed_ = draft_model_->end();
+    leave_record();
     const std::string budget_of = params.drafter ? params.drafter->name() : "";
     const int fixed = params.drafter ? params.budget : 0;
     if (budget_.fixed() != fixed || budget_of != budget_of_)
@@ -162,6 +164,7 @@ StepResult Session::step() {
     if (engine().turns().lock_unless(cancel_)) {
         const std::lock_guard turn(engine().turns(), std::adopt_lock);
         result = emitted_ == 0 ? prefill_chunk() : round();
+        if (result.finish != Finish::none) leave_record();
     } else {
         result.finish = Finish::cancelled;
     }
@@ -336,7 +339,7 @@ StepResult Session::round() {
         outcome.draft = draft_seconds;
         outcome.seconds = walk.recorded ? costs.seconds(nodes) : target_seconds;
         budget_.observe(outcome, costs);
-        engine().draft_record(budget_of_) = budget_.record();
+        learned_ = true;
     }
     if (result.finish == Finish::none && available) begin_next_draft(available);
     return result;
@@ -385,10 +388,16 @@ void Session::rewind(int length) {
     back_to(length);
 }
 
+void Session::leave_record() {
+    if (learned_) engine().draft_record(budget_of_) = budget_.record();
+    learned_ = false;
+}
+
 void Session::back_to(int length) {
     if (length < 0 || static_cast<size_t>(length) > tokens_.size())
         fail(ErrorCode::invalid_argument, "rewind to %d tokens; the session holds %zu", length,
              tokens_.size());
+    leave_record();
     tokens_.resize(length);
     if (repetition_.seen() > tokens_.size()) repetition_ = {};
     committed_ = std::min(committed_, length);

@@ -126,6 +126,8 @@ class Session {
     int ask(int available);  // which sources to ask next
     void time_drafts(int available, int max_depth);
     void begin_next_draft(int available);
+    // What this generation's drafts have brought, to the engine, once. With the turn.
+    void leave_record();
     // Appends what was emitted and says whether, and why, the generation ends here.
     void emit(std::span<const int32_t> tokens, bool failed, StepResult& result);
 
@@ -144,6 +146,7 @@ class Session {
     Budget budget_{0};
     Repetition repetition_;
     std::string budget_of_;  // the drafter that it has learned about
+    bool learned_ = false;   // since the engine was told
     int next_asked_ = -1;    // sources of the next round, where its draft was begun; -1: not decided
     double begin_seconds_ = 0.0;
     std::optional<RoundTrace> trace_;

@@ -8,7 +8,7 @@ useless now. `claim` is what the drafter says instead of the truth.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -171,11 +171,23 @@ def simulate(
     repeats: Callable[[int], float] = lambda emitted: 0.0,
 ) -> Outcome:
     """One answer of `tokens` tokens in the world; `fixed` >= 0: with that budget always. `memory`: of the engine, a
-    fresh one where none is given. As in the engine, costs and one draft are timed before the first is paid for."""
+    fresh one where none is given."""
+    *_, last = answer(world, tokens, fixed, memory, repeats)
+    return last
+
+
+def answer(
+    world: World,
+    tokens: int,
+    fixed: int = -1,
+    memory: Memory | None = None,
+    repeats: Callable[[int], float] = lambda emitted: 0.0,
+) -> Iterator[Outcome]:
+    """The same, round by round: the outcome so far. As in the engine, costs and one draft are timed before the first is
+    paid for, and what was learned is left behind when the answer ends."""
     memory = memory or Memory()
     costs, budget = memory.costs, _native.Budget(fixed, memory.budget, tokens)
-    memory.budget = budget
-    clock, emitted, rounds = 0.0, 0, []
+    clock, emitted, rounds = 0.0, 0, list[tuple[int, int, int, int]]()
     while emitted < tokens:
         if fixed < 0 and costs.plain_known:
             if not costs.measured:
@@ -194,4 +206,6 @@ def simulate(
         emitted += len(new)
         costs.observe(nodes, verify)
         budget.observe(*tree.arrays, nodes, path, new, asked, table, paths, verify, costs)
-    return Outcome(emitted, clock, rounds)
+        if emitted >= tokens:
+            memory.budget = budget
+        yield Outcome(emitted, clock, rounds)
