@@ -58,7 +58,7 @@ class GenerationResult:
     is full), ``cancelled`` or ``error``. ``stats``: target_forwards, rounds, accepted_lengths (tokens
     emitted per round), drafted, accepted, branching_rounds, seconds {prefill, draft, build, verify, accept,
     commit}, tokens_per_second (of the rounds: without the prompt and
-    without an engine's one measurement behind an automatic budget).
+    without an engine's one measurement behind an automatic budget). No figure has what a thread waited for others.
     """
 
     prompt_tokens: list[int]
