@@ -41,20 +41,20 @@ std::string Arguments::text() {
     return value();
 }
 
-void Arguments::check(const std::string& text, std::initializer_list<const char*> known) const {
+void Arguments::check(const std::string& text, const std::vector<const char*>& known) const {
     if (std::find(known.begin(), known.end(), text) != known.end()) return;
     std::string all;
     for (const char* name : known) all += (all.empty() ? "" : ", ") + std::string(name);
     wrong("%s is '%s'; expected one of %s", words_[option_].c_str(), text.c_str(), all.c_str());
 }
 
-std::string Arguments::choice(std::initializer_list<const char*> known) {
+std::string Arguments::choice(const std::vector<const char*>& known) {
     const std::string& text = value();
     check(text, known);
     return text;
 }
 
-std::vector<std::string> Arguments::choices(std::initializer_list<const char*> known) {
+std::vector<std::string> Arguments::choices(const std::vector<const char*>& known) {
     std::vector<std::string> parts = split(value());
     for (const std::string& part : parts) check(part, known);
     return parts;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdio>
-#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -27,16 +26,16 @@ class Arguments {
 
     // The value of the current option. All of them throw UsageError.
     std::string text();
-    std::string choice(std::initializer_list<const char*> known);
+    std::string choice(const std::vector<const char*>& known);
     int integer(int low, int high);
     std::vector<int> integers(int low, int high);  // separated by commas
-    std::vector<std::string> choices(std::initializer_list<const char*> known);
+    std::vector<std::string> choices(const std::vector<const char*>& known);
     [[noreturn]] void unknown() const;  // an option that the tool does not have
 
   private:
     const std::string& value();
     int number(const std::string& text, int low, int high) const;
-    void check(const std::string& text, std::initializer_list<const char*> known) const;
+    void check(const std::string& text, const std::vector<const char*>& known) const;
 
     std::vector<std::string> words_;
     size_t at_ = 0, option_ = 0;
