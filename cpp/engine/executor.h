@@ -107,6 +107,7 @@ class Executor {
     std::vector<float> draft_cache(int sequence, int layer, int positions) const;
 
   private:
+    void stage_round();  // lays out what a round is told and what it tells
     void load_page_table(int sequence);
     ForwardArgs forward_args(int capacity);
     void want_taps(ForwardArgs& args) const;
