@@ -251,9 +251,5 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
     Options options;
     return run_tool(
-        "kdtree-laws", kUsage,
-        [&] {
-            return parse({argc, argv}, options);
-        },
-        [&] { return run(options); });
+        "kdtree-laws", kUsage, [&] { return parse({argc, argv}, options); }, [&] { return run(options); });
 }

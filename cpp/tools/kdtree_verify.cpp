@@ -157,9 +157,5 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
     Options options;
     return run_tool(
-        "kdtree-verify", kUsage,
-        [&] {
-            return parse({argc, argv}, options);
-        },
-        [&] { return run(options); });
+        "kdtree-verify", kUsage, [&] { return parse({argc, argv}, options); }, [&] { return run(options); });
 }
