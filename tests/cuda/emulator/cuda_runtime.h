@@ -16,6 +16,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include "races.h"
+
 #define __device__
 #define __host__
 #define __global__
@@ -70,19 +72,19 @@ inline float2 make_float2(float x, float y) {
 namespace kdt_emulator {
 
 void block_barrier(const std::source_location& place);
-void cluster_barrier();
-void note_grid_wait();
+void cluster_barrier(const std::source_location& place);
+void note_grid_wait(const std::source_location& place);
 unsigned char* shared_memory();
 const void* cluster_address(const void* mine, unsigned rank);
 void copy_async(void* to, const void* from, bool valid);
 void copy_async_commit();
-void copy_async_wait(int pending);
-void copy_async_arrive(void* barrier);
+void copy_async_wait(int pending, const std::source_location& place);
+void copy_async_arrive(void* barrier, const std::source_location& place);
 void bulk_copy(void* to, const void* from, int bytes, void* barrier);
 void barrier_init(void* barrier, int count);
-void barrier_arrive(void* barrier, int bytes = 0);
+void barrier_arrive(void* barrier, int bytes, const std::source_location& place);
 void store_async(void* to, const void* from, void* barrier);
-void barrier_wait(void* barrier, int parity);
+void barrier_wait(void* barrier, int parity, const std::source_location& place);
 
 // All lanes of a warp bring `bytes` of input and get `bytes_out` of output; the last one to arrive runs
 // `compute` on everyone's input ([32], absent lanes marked in `present`).
@@ -92,7 +94,9 @@ struct Warp {
     uint32_t present;
 };
 using Collective = void (*)(const Warp&);
-void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes);
+// By the CUDA model only __syncwarp orders memory: shuffles, votes and fragments do not.
+void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes,
+                     bool orders_memory = false);
 
 void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster, const std::function<void()>& kernel);
 
@@ -111,7 +115,7 @@ struct Shuffle {
 };
 
 template <class T>
-void do_shuffle(const Warp& w) {
+KDT_UNCHECKED void do_shuffle(const Warp& w) {
     for (int l = 0; l < 32; ++l) {
         Shuffle<T> mine, other;
         std::memcpy(&mine, w.in[l], sizeof mine);
@@ -120,13 +124,13 @@ void do_shuffle(const Warp& w) {
     }
 }
 
-inline void do_ballot(const Warp& w) {
+KDT_UNCHECKED inline void do_ballot(const Warp& w) {
     uint32_t bits = 0;
     for (int l = 0; l < 32; ++l) bits |= static_cast<uint32_t>(w.in[l][0] != 0 && (w.present >> l & 1)) << l;
     for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], &bits, 4);
 }
 
-inline void do_match(const Warp& w) {
+KDT_UNCHECKED inline void do_match(const Warp& w) {
     for (int l = 0; l < 32; ++l) {
         uint32_t bits = 0;
         for (int m = 0; m < 32; ++m)
@@ -135,7 +139,7 @@ inline void do_match(const Warp& w) {
     }
 }
 
-inline void do_max(const Warp& w) {
+KDT_UNCHECKED inline void do_max(const Warp& w) {
     uint32_t greatest = 0;
     for (int l = 0; l < 32; ++l) {
         uint32_t x;
@@ -145,7 +149,7 @@ inline void do_max(const Warp& w) {
     for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], &greatest, 4);
 }
 
-inline void do_min(const Warp& w) {
+KDT_UNCHECKED inline void do_min(const Warp& w) {
     uint32_t least = 0xFFFFFFFFu;
     for (int l = 0; l < 32; ++l) {
         uint32_t x;
@@ -167,8 +171,10 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 inline void __syncthreads(const std::source_location& place = std::source_location::current()) {
     kdt_emulator::block_barrier(place);
 }
-inline void __syncwarp() {
-    kdt_emulator::collective<int, int>(kdt_emulator::do_nothing, 0);
+inline void __syncwarp(const std::source_location& place = std::source_location::current()) {
+    int nothing = 0;
+    kdt_emulator::warp_collective(kdt_emulator::do_nothing, &nothing, sizeof nothing, &nothing,
+                                  sizeof nothing, !kdt_emulator::races::is_ignored(place));
 }
 
 template <class T>
@@ -201,7 +207,7 @@ inline unsigned __reduce_min_sync(unsigned, unsigned x) {
     return kdt_emulator::collective<unsigned, unsigned>(kdt_emulator::do_min, x);
 }
 
-inline float __uint_as_float(unsigned x) {
+KDT_UNCHECKED inline float __uint_as_float(unsigned x) {
     float y;
     std::memcpy(&y, &x, 4);
     return y;
@@ -255,17 +261,20 @@ T __ldcg(const T* p) {
     return *p;
 }
 template <class T>
-T atomicAdd(T* p, T x) {
+KDT_UNCHECKED T atomicAdd(T* p, T x) {
+    kdt_emulator::races::touch(p, sizeof(T), kdt_emulator::races::Access::atomic);
     const T old = *p;
     *p = static_cast<T>(old + x);
     return old;
 }
-inline int atomicOr(int* p, int x) {
+KDT_UNCHECKED inline int atomicOr(int* p, int x) {
+    kdt_emulator::races::touch(p, 4, kdt_emulator::races::Access::atomic);
     const int old = *p;
     *p |= x;
     return old;
 }
-inline int atomicMin(int* p, int x) {
+KDT_UNCHECKED inline int atomicMin(int* p, int x) {
+    kdt_emulator::races::touch(p, 4, kdt_emulator::races::Access::atomic);
     const int old = *p;
     if (x < old) *p = x;
     return old;

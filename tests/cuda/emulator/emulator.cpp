@@ -10,6 +10,8 @@
 #include <memory>
 #include <vector>
 
+#include "races.h"
+
 dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace kdt_emulator {
@@ -20,7 +22,7 @@ namespace {
 
 Thread* current = nullptr;
 
-constexpr size_t kStackBytes = 128 * 1024;
+constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kMostIdlePasses = 100000;
 
 [[noreturn]] void die(const char* what) {
@@ -29,18 +31,22 @@ constexpr int kMostIdlePasses = 100000;
     std::abort();
 }
 
+enum class Space { shared, global };
+
 // Memory that ends at a page that cannot be touched, filled with NaN.
 struct Guarded {
     unsigned char* map = nullptr;
     size_t map_bytes = 0;
     unsigned char* data = nullptr;
 
-    Guarded(size_t bytes, size_t alignment) {
+    Guarded(size_t bytes, size_t alignment, Space space) {
         const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
         const size_t body = (bytes + alignment - 1) / alignment * alignment;
         map_bytes = (body + page - 1) / page * page + 2 * page;
+        void* const place = place_for(space, map_bytes);
         map = static_cast<unsigned char*>(
-            mmap(nullptr, map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+            mmap(place, map_bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | (place != nullptr ? MAP_FIXED : 0), -1, 0));
         if (map == MAP_FAILED) die("out of memory");
         mprotect(map, page, PROT_NONE);
         mprotect(map + map_bytes - page, page, PROT_NONE);
@@ -49,12 +55,30 @@ struct Guarded {
     }
     Guarded(const Guarded&) = delete;
     Guarded& operator=(const Guarded&) = delete;
-    ~Guarded() { munmap(map, map_bytes); }
+    ~Guarded() {
+        if (place_is_chosen)  // nobody else may get the address
+            mmap(map, map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+        else
+            munmap(map, map_bytes);
+    }
+
+#if defined(KDT_RACES)
+    static constexpr bool place_is_chosen = true;
+    static void* place_for(Space space, size_t bytes) {
+        return space == Space::shared ? races::reserve_shared(bytes) : races::reserve_global(bytes);
+    }
+#else
+    static constexpr bool place_is_chosen = false;
+    static void* place_for(Space, size_t) {
+        return nullptr;
+    }
+#endif
 };
 
 struct Barrier {
     unsigned generation = 0;
     int arrived = 0;
+    races::Meeting meeting;
 };
 
 struct WarpState {
@@ -93,6 +117,13 @@ constexpr uint8_t kMagic = 0xBA;
 struct Delivery {
     std::vector<Copy> copies;
     bool arrives;
+    races::Actor* sender;
+    uint32_t number;  // of the copies, for the race detector
+};
+
+struct Group {
+    std::vector<Copy> copies;
+    uint32_t number = 0;
 };
 
 }  // namespace
@@ -106,7 +137,8 @@ struct Thread {
     jmp_buf jump;
     ucontext_t start;
     unsigned char* stack = nullptr;
-    std::vector<std::vector<Copy>> groups{1};
+    races::Actor* actor = nullptr;
+    std::vector<Group> groups{1};
 };
 
 namespace {
@@ -117,6 +149,7 @@ std::vector<unsigned char*> stacks;
 Barrier cluster;
 int cluster_live = 0;
 std::map<MemoryBarrier*, std::vector<Delivery>> deliveries;  // made when somebody waits at the barrier
+std::map<MemoryBarrier*, races::Meeting> meetings;
 jmp_buf scheduler;
 const std::function<void()>* body = nullptr;
 bool progress = false;
@@ -134,16 +167,17 @@ bool arrive(Barrier& barrier, int expected) {
 void open(Barrier& barrier) {
     barrier.arrived = 0;
     ++barrier.generation;
+    barrier.meeting.finish();
     progress = true;
 }
 
-void wait(Barrier& barrier, int expected) {
+void wait(Barrier& barrier, int expected, const std::source_location& place) {
     const unsigned generation = barrier.generation;
-    if (arrive(barrier, expected)) {
-        open(barrier);
-        return;
-    }
+    const bool orders = !races::is_ignored(place);
+    if (orders) barrier.meeting.arrive(*current->actor);
+    if (arrive(barrier, expected)) open(barrier);
     while (barrier.generation == generation) yield();
+    if (orders) barrier.meeting.acquire(*current->actor, true);
 }
 
 void enter() {
@@ -151,7 +185,7 @@ void enter() {
     Thread* self = current;
     if (!self->waited) die("a thread ended without ptx::grid_wait");
     for (const auto& group : self->groups)
-        if (!group.empty()) die("a thread ended with an asynchronous copy in flight");
+        if (!group.copies.empty()) die("a thread ended with an asynchronous copy in flight");
     self->finished = true;
     progress = true;
     if (self->warp->barrier.arrived > 0) die("a lane ended while others of its warp wait for it");
@@ -165,6 +199,7 @@ void enter() {
 
 void resume(Thread& thread) {
     current = &thread;
+    races::run_as(thread.actor);
     threadIdx = dim3(thread.index);
     blockIdx = thread.block->index;
     if (_setjmp(scheduler) != 0) return;
@@ -176,7 +211,10 @@ void resume(Thread& thread) {
 void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
     blocks.clear();
     blocks.resize(size);
+    meetings.clear();
     const size_t count = block.x;
+    races::forget_shared();
+    races::begin_cluster(size, count);
     cluster = Barrier{};
     cluster_live = static_cast<int>(count * size);
     threads.clear();
@@ -185,7 +223,7 @@ void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
         to.index = dim3(first.x + b, first.y, first.z);
         to.rank = b;
         to.live = static_cast<int>(count);
-        to.shared = std::make_unique<Guarded>(shared_bytes, 128);
+        to.shared = std::make_unique<Guarded>(shared_bytes, 128, Space::shared);
         to.warps.resize((count + 31) / 32);
         for (size_t t = 0; t < count; ++t) {
             auto thread = std::make_unique<Thread>();
@@ -193,6 +231,7 @@ void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
             thread->block = &to;
             thread->warp = &to.warps[t / 32];
             thread->lane = static_cast<int>(t % 32);
+            thread->actor = &races::actor(b, t);
             ++thread->warp->live;
             const size_t index = threads.size();
             if (index == stacks.size()) {
@@ -224,6 +263,7 @@ void run_cluster(dim3 first, unsigned size, dim3 block, size_t shared_bytes) {
         idle = progress ? 0 : idle + 1;
         if (idle > kMostIdlePasses) die("deadlock");
     }
+    races::end_cluster();
     if (!deliveries.empty()) die("a block ended with an asynchronous copy in flight");
 }
 
@@ -237,6 +277,7 @@ void advance(MemoryBarrier& barrier) {
     if (barrier.missing > 0 || barrier.bytes != 0) return;
     barrier.missing = barrier.count;
     ++barrier.phase;
+    meetings[&barrier].finish();
     progress = true;
 }
 
@@ -253,6 +294,7 @@ void deliver(MemoryBarrier* barrier) {
     deliveries.erase(found);
     for (const Delivery& d : all) {
         for (const Copy& copy : d.copies) std::memcpy(copy.to, copy.data, 16);
+        meetings[barrier].bring(*d.sender, d.number);
         if (d.arrives) {
             arrive(*barrier);
             continue;
@@ -271,15 +313,16 @@ void block_barrier(const std::source_location& place) {
     else if (block.place.line() != place.line() ||
              std::strcmp(block.place.file_name(), place.file_name()) != 0)
         die("threads of a block meet at its barrier from two places of the code");
-    wait(block.barrier, block.live);
+    wait(block.barrier, block.live, place);
 }
 
-void cluster_barrier() {
-    wait(cluster, cluster_live);
+void cluster_barrier(const std::source_location& place) {
+    wait(cluster, cluster_live, place);
 }
 
-void note_grid_wait() {
+void note_grid_wait(const std::source_location& place) {
     current->waited = true;
+    if (!races::is_ignored(place)) races::grid_wait();
 }
 
 unsigned char* shared_memory() {
@@ -296,29 +339,39 @@ void copy_async(void* to, const void* from, bool valid) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
         die("an asynchronous copy that is not 16-byte aligned");
     Copy copy{static_cast<unsigned char*>(to), {}};
-    if (valid) std::memcpy(copy.data, from, 16);
+    const void* const pc = __builtin_return_address(0);
+    if (valid) {
+        std::memcpy(copy.data, from, 16);
+        races::touch_as_copy(from, 16, races::Access::read, pc);
+    }
+    races::touch_as_copy(to, 16, races::Access::write, pc);
     std::memset(to, 0xFF, 16);
-    current->groups.back().push_back(copy);
+    current->groups.back().copies.push_back(copy);
 }
 
 void copy_async_commit() {
+    current->groups.back().number = races::close_copies();
     current->groups.emplace_back();
 }
 
-void copy_async_wait(int pending) {
+void copy_async_wait(int pending, const std::source_location& place) {
     auto& groups = current->groups;  // the last one is open
     const size_t finished = groups.size() - 1 > static_cast<size_t>(pending)
                                 ? groups.size() - 1 - static_cast<size_t>(pending)
                                 : 0;
-    for (size_t i = 0; i < finished; ++i)
-        for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.data, 16);
+    for (size_t i = 0; i < finished; ++i) {
+        for (const Copy& copy : groups[i].copies) std::memcpy(copy.to, copy.data, 16);
+        if (!races::is_ignored(place)) races::wait_for_copies(groups[i].number);
+    }
     groups.erase(groups.begin(), groups.begin() + static_cast<ptrdiff_t>(finished));
 }
 
-void copy_async_arrive(void* at) {
-    Delivery delivery{{}, true};
+void copy_async_arrive(void* at, const std::source_location& place) {
+    races::touch_from(at, 8, races::Access::atomic, __builtin_return_address(0));
+    Delivery delivery{{}, true, current->actor, races::close_copies()};
+    if (races::is_ignored(place)) delivery.number = 0;
     for (auto& group : current->groups)
-        delivery.copies.insert(delivery.copies.end(), group.begin(), group.end());
+        delivery.copies.insert(delivery.copies.end(), group.copies.begin(), group.copies.end());
     current->groups.assign(1, {});
     deliveries[memory_barrier(at)].push_back(std::move(delivery));
 }
@@ -327,7 +380,11 @@ void bulk_copy(void* to, const void* from, int bytes, void* at) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 ||
         bytes % 16 != 0)
         die("a bulk copy that is not 16-byte aligned");
-    Delivery delivery{{}, false};
+    const void* const pc = __builtin_return_address(0);
+    races::touch_from(at, 8, races::Access::atomic, pc);
+    races::touch_as_copy(from, static_cast<size_t>(bytes), races::Access::read, pc);
+    races::touch_as_copy(to, static_cast<size_t>(bytes), races::Access::write, pc);
+    Delivery delivery{{}, false, current->actor, races::close_copies()};
     for (int i = 0; i < bytes; i += 16) {
         Copy copy{static_cast<unsigned char*>(to) + i, {}};
         std::memcpy(copy.data, static_cast<const unsigned char*>(from) + i, 16);
@@ -341,29 +398,40 @@ void store_async(void* to, const void* from, void* at) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0) die("an asynchronous store that is not 16-byte aligned");
     Copy copy{static_cast<unsigned char*>(to), {}};
     std::memcpy(copy.data, from, 16);
+    const void* const pc = __builtin_return_address(0);
+    races::touch_from(at, 8, races::Access::atomic, pc);
+    races::touch_as_copy(to, 16, races::Access::write, pc);
     std::memset(to, 0xFF, 16);
-    deliveries[memory_barrier(at)].push_back({{copy}, false});
+    deliveries[memory_barrier(at)].push_back({{copy}, false, current->actor, races::close_copies()});
 }
 
 void barrier_init(void* at, int count) {
     if (reinterpret_cast<uintptr_t>(at) % 8 != 0) die("a barrier that is not 8-byte aligned");
     if (count < 1 || count > 65535) die("a barrier for no thread or for more than 65535");
     const auto n = static_cast<uint16_t>(count);
-    *static_cast<MemoryBarrier*>(at) = {n, n, 0, 0, kMagic};
+    races::touch_from(at, 8, races::Access::write, __builtin_return_address(0));
+    auto* const barrier = static_cast<MemoryBarrier*>(at);
+    *barrier = {n, n, 0, 0, kMagic};
+    meetings[barrier] = races::Meeting();
 }
 
-void barrier_arrive(void* at, int bytes) {
+void barrier_arrive(void* at, int bytes, const std::source_location& place) {
     MemoryBarrier* const barrier = memory_barrier(at);
     barrier->bytes = static_cast<int16_t>(barrier->bytes + bytes);
+    races::touch_from(at, 8, races::Access::atomic, __builtin_return_address(0));
+    if (!races::is_ignored(place)) meetings[barrier].arrive(*current->actor);
     arrive(*barrier);
 }
 
-void barrier_wait(void* at, int parity) {
+void barrier_wait(void* at, int parity, const std::source_location& place) {
     MemoryBarrier* const barrier = memory_barrier(at);
+    races::touch_from(at, 8, races::Access::atomic, __builtin_return_address(0));
     for (deliver(barrier); barrier->phase % 2 == parity; deliver(barrier)) yield();
+    if (!races::is_ignored(place)) meetings[barrier].acquire(*current->actor, false);
 }
 
-void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes) {
+void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes,
+                     bool orders_memory) {
     Thread& self = *current;
     WarpState& warp = *self.warp;
     const size_t lane = static_cast<size_t>(self.lane);
@@ -377,11 +445,13 @@ void warp_collective(Collective compute, const void* in, size_t in_bytes, void* 
     std::memset(warp.in[lane], 0, 64);
     std::memcpy(warp.in[lane], in, in_bytes);
     const unsigned generation = warp.barrier.generation;
+    if (orders_memory) warp.barrier.meeting.arrive(*self.actor);
     if (arrive(warp.barrier, warp.live)) {
         compute({warp.in, warp.out, warp.present});
         open(warp.barrier);
     }
     while (warp.barrier.generation == generation) yield();
+    if (orders_memory) warp.barrier.meeting.acquire(*self.actor, true);
     std::memcpy(out, warp.out[lane], out_bytes);
 }
 
@@ -393,10 +463,12 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size,
     body = &kernel;
     blockDim = block;
     gridDim = grid;
+    races::begin_launch();
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; x += cluster_size)
                 run_cluster(dim3(x, y, z), cluster_size, block, shared_bytes);
+    races::end_launch();
 }
 
 }  // namespace kdt_emulator
@@ -452,7 +524,7 @@ cudaError_t cudaGetLastError() {
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-    auto memory = std::make_unique<kdt_emulator::Guarded>(bytes, 256);
+    auto memory = std::make_unique<kdt_emulator::Guarded>(bytes, 256, kdt_emulator::Space::global);
     *pointer = memory->data;
     allocations[*pointer] = std::move(memory);
     return cudaSuccess;
@@ -474,11 +546,17 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    kdt_emulator::queue([=] { std::memcpy(to, from, bytes); });
+    kdt_emulator::queue([=] {
+        std::memcpy(to, from, bytes);
+        kdt_emulator::races::order_streams();
+    });
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
-    kdt_emulator::queue([=] { std::memset(to, byte, bytes); });
+    kdt_emulator::queue([=] {
+        std::memset(to, byte, bytes);
+        kdt_emulator::races::order_streams();
+    });
     return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) {
@@ -508,6 +586,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    kdt_emulator::races::order_streams();
     return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {

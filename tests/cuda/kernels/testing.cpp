@@ -26,6 +26,7 @@ std::vector<Case>& cases() {
 
 Options the_options;
 size_t checks = 0;
+std::string (*after_case)() = nullptr;
 
 }  // namespace
 
@@ -51,6 +52,10 @@ void failed(const char* format, ...) {
     std::vsnprintf(text, sizeof text, format, args);
     va_end(args);
     throw Failure(text);
+}
+
+void set_after_case(std::string (*look)()) {
+    after_case = look;
 }
 
 void count_checks(size_t n) {
@@ -232,8 +237,9 @@ int run_all() {
     int ran = 0, bad = 0;
     size_t total = 0;
     for (const Case& c : cases()) {
-        if (!the_options.filter.empty() && std::string(c.name).find(the_options.filter) == std::string::npos)
-            continue;
+        const std::string name = c.name;
+        if (name.find(the_options.filter) == std::string::npos) continue;
+        if (!the_options.only.empty() && name != the_options.only) continue;
         ++ran;
         checks = 0;
         const auto begin = std::chrono::steady_clock::now();
@@ -243,6 +249,10 @@ int run_all() {
             if (checks == 0) error = "compared nothing";
         } catch (const std::exception& e) {
             error = e.what();
+        }
+        if (after_case != nullptr) {
+            const std::string also = after_case();
+            error += error.empty() || also.empty() ? also : "; " + also;
         }
         const double seconds =
             std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -271,6 +281,8 @@ int main(int argc, char** argv) {
                 list = true;
             else if (words.is("--filter"))
                 the_options.filter = words.text();
+            else if (words.is("--case"))
+                the_options.only = words.text();
             else
                 words.unknown();
         }
@@ -290,6 +302,9 @@ int main(int argc, char** argv) {
         return run_all();
     };
     return kdt::run_tool(
-        "kdtree-cuda-tests", "usage: kdtree-cuda-tests [--list] [--small] [--filter TEXT]\n",
-        [&] { return parse({argc, argv}); }, run);
+        "kdtree-cuda-tests", "usage: kdtree-cuda-tests [--list] [--small] [--filter TEXT] [--case NAME]\n",
+        [&] {
+            return parse({argc, argv});
+        },
+        run);
 }

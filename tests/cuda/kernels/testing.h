@@ -14,8 +14,8 @@
 namespace kdt::testing {
 
 struct Options {
-    bool small = false;  // reduced shapes: for the emulator and for sanitizers
-    std::string filter;
+    bool small = false;        // reduced shapes: for the emulator and for sanitizers
+    std::string filter, only;  // part of a name; a whole name
 };
 const Options& options();
 
@@ -26,6 +26,9 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 [[noreturn]] void failed(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Called after each case; what it returns, if anything, is why the case failed.
+void set_after_case(std::string (*look)());
 
 // Counts comparisons, so that a case that compared nothing does not pass.
 void count_checks(size_t n);

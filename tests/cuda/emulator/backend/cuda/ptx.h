@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <source_location>
 
 namespace kdt::cuda::ptx {
 
@@ -17,7 +18,7 @@ inline uint32_t shared_address(const void* pointer) {
 
 namespace emulated {
 
-inline float bf16(uint32_t word, int half) {
+KDT_UNCHECKED inline float bf16(uint32_t word, int half) {
     return __uint_as_float(half ? word & 0xFFFF0000u : word << 16);
 }
 
@@ -32,7 +33,7 @@ struct Mma {
     float c[4];
 };
 
-inline void multiply(const kdt_emulator::Warp& w) {
+KDT_UNCHECKED inline void multiply(const kdt_emulator::Warp& w) {
     Mma lanes[32];
     for (int l = 0; l < 32; ++l) std::memcpy(&lanes[l], w.in[l], sizeof(Mma));
     float a[16][16], b[16][8];
@@ -56,7 +57,7 @@ inline void multiply(const kdt_emulator::Warp& w) {
 }
 
 template <bool Transposed>
-void load_matrix(const kdt_emulator::Warp& w) {
+KDT_UNCHECKED void load_matrix(const kdt_emulator::Warp& w) {
     const uint16_t* rows[32];
     for (int l = 0; l < 32; ++l) std::memcpy(&rows[l], w.in[l], sizeof(void*));
     for (int l = 0; l < 32; ++l) {
@@ -70,6 +71,11 @@ void load_matrix(const kdt_emulator::Warp& w) {
         }
         std::memcpy(w.out[l], r, sizeof r);
     }
+}
+
+// To the race detector a row is read by the lane that names it.
+KDT_UNCHECKED inline void read_row(uint32_t row) {
+    kdt_emulator::races::touch(shared_memory() + row, 16, kdt_emulator::races::Access::read);
 }
 
 struct Words {
@@ -95,12 +101,14 @@ inline void mma_bf16_zero(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, 
 }
 
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+    emulated::read_row(row);
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<false>,
                                                                             shared_memory() + row);
     for (int i = 0; i < 4; ++i) r[i] = out.r[i];
 }
 
 inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t row) {
+    emulated::read_row(row);
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<true>,
                                                                             shared_memory() + row);
     for (int i = 0; i < 4; ++i) r[i] = out.r[i];
@@ -137,29 +145,34 @@ inline void copy_async_commit() {
     kdt_emulator::copy_async_commit();
 }
 template <int Pending>
-void copy_async_wait() {
-    kdt_emulator::copy_async_wait(Pending);
+void copy_async_wait(const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::copy_async_wait(Pending, place);
 }
 
 inline void barrier_init(uint32_t barrier, int count) {
     kdt_emulator::barrier_init(shared_memory() + barrier, count);
 }
 inline void barrier_init_fence() {}
-inline void barrier_arrive(uint32_t barrier) {
-    kdt_emulator::barrier_arrive(shared_memory() + barrier);
+inline void barrier_arrive(uint32_t barrier,
+                           const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::barrier_arrive(shared_memory() + barrier, 0, place);
 }
-inline void barrier_arrive(uint32_t barrier, uint32_t rank) {
+inline void barrier_arrive(uint32_t barrier, uint32_t rank,
+                           const std::source_location& place = std::source_location::current()) {
     kdt_emulator::barrier_arrive(
-        const_cast<void*>(kdt_emulator::cluster_address(shared_memory() + barrier, rank)));
+        const_cast<void*>(kdt_emulator::cluster_address(shared_memory() + barrier, rank)), 0, place);
 }
-inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
-    kdt_emulator::barrier_arrive(shared_memory() + barrier, bytes);
+inline void barrier_arrive_expecting(uint32_t barrier, int bytes,
+                                     const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::barrier_arrive(shared_memory() + barrier, bytes, place);
 }
-inline void copy_async_arrive(uint32_t barrier) {
-    kdt_emulator::copy_async_arrive(shared_memory() + barrier);
+inline void copy_async_arrive(uint32_t barrier,
+                              const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::copy_async_arrive(shared_memory() + barrier, place);
 }
-inline void barrier_wait(uint32_t barrier, int parity) {
-    kdt_emulator::barrier_wait(shared_memory() + barrier, parity);
+inline void barrier_wait(uint32_t barrier, int parity,
+                         const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::barrier_wait(shared_memory() + barrier, parity, place);
 }
 
 inline void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
@@ -182,13 +195,13 @@ inline uint2 load_streaming_8(const void* global, bool wanted = true) {
     return wanted ? *static_cast<const uint2*>(global) : uint2{};
 }
 
-inline void grid_wait() {
-    kdt_emulator::note_grid_wait();
+inline void grid_wait(const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::note_grid_wait(place);
 }
 inline void grid_launch_next() {}
 
-inline void cluster_sync() {
-    kdt_emulator::cluster_barrier();
+inline void cluster_sync(const std::source_location& place = std::source_location::current()) {
+    kdt_emulator::cluster_barrier(place);
 }
 inline uint32_t cluster_load_word(const void* mine, uint32_t rank) {
     return *static_cast<const uint32_t*>(kdt_emulator::cluster_address(mine, rank));
