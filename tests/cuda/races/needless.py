@@ -28,7 +28,7 @@ CASES = {
     "experts": ["experts_of_many", "experts_of_none", "experts_sum", "the_same_bits"],
     "gemm_round": ["linear_is_the_product", "the_same_bits"],
     "fma_gemm": ["linear_is_the_product", "gated_linear_is", "absorb_query", "experts_of_many", "the_same_bits"],
-    "gemm": ["linear_is_the_product", "gated_linear_is", "linear_rows", "absorb_query", "experts_of_many"],
+    "gemm": ["linear_is_the_product", "gated_linear_is", "linear_rows", "experts_of_many", "experts_of_none", "in_pieces"],
     "read_rate": ["read_rate"],
     "repack": ["weights_that_are_not", "int4_equals"],
     "router": ["route_stays", "route_of_saturated", "route_ties", "the_same_bits", "route_chooses"],
