@@ -260,24 +260,27 @@ template <class T>
 T __ldcg(const T* p) {
     return *p;
 }
-template <class T>
-KDT_UNCHECKED T atomicAdd(T* p, T x) {
-    kdt_emulator::races::touch(p, sizeof(T), kdt_emulator::races::Access::atomic);
+// The race detector is told of an atomic as one access; what it does must not be seen besides.
+namespace kdt_emulator {
+template <class T, class F>
+KDT_UNCHECKED T exchange(T* p, const F& f) {
     const T old = *p;
-    *p = static_cast<T>(old + x);
+    *p = f(old);
     return old;
 }
-KDT_UNCHECKED inline int atomicOr(int* p, int x) {
-    kdt_emulator::races::touch(p, 4, kdt_emulator::races::Access::atomic);
-    const int old = *p;
-    *p |= x;
-    return old;
+}  // namespace kdt_emulator
+template <class T>
+T atomicAdd(T* p, T x) {
+    kdt_emulator::races::touch(p, sizeof(T), kdt_emulator::races::Access::atomic);
+    return kdt_emulator::exchange(p, [x](T old) { return static_cast<T>(old + x); });
 }
-KDT_UNCHECKED inline int atomicMin(int* p, int x) {
+inline int atomicOr(int* p, int x) {
     kdt_emulator::races::touch(p, 4, kdt_emulator::races::Access::atomic);
-    const int old = *p;
-    if (x < old) *p = x;
-    return old;
+    return kdt_emulator::exchange(p, [x](int old) { return old | x; });
+}
+inline int atomicMin(int* p, int x) {
+    kdt_emulator::races::touch(p, 4, kdt_emulator::races::Access::atomic);
+    return kdt_emulator::exchange(p, [x](int old) { return x < old ? x : old; });
 }
 
 // ----------------------------------------------------------------------------------------------------------------

@@ -497,7 +497,7 @@ void end_cluster() {
     current = nullptr;
     if (!visited) return;
     for (size_t block = 0; block < actors_now / padded_block; ++block) {
-        const Ref last = new_clock();  // what its threads knew when they ended
+        const Ref last = new_clock();   // what its threads knew when they ended
         const Clock* joined = nullptr;  // threads that met last have one clock
         for (size_t t = 0; t < padded_block; ++t) {
             const Clock* const clock = actor(block, t).clock.get();

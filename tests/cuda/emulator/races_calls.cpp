@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -58,20 +59,26 @@ std::vector<std::string> names_of(uint32_t stack) {
             static_cast<size_t>(static_cast<const char*>(frames[stack].place) - &__executable_start) - 1);
         command += text;
     }
-    std::vector<std::string> names;
+    std::vector<std::string> names, own;
     std::FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r");
     if (pipe != nullptr) {
         static char function[65536], place[4096];
         while (std::fgets(function, sizeof function, pipe) && std::fgets(place, sizeof place, pipe)) {
             place[std::strcspn(place, " \n")] = 0;
-            function[std::strcspn(function, "(\n")] = 0;
-            if (std::strstr(place, "/emulator/") != nullptr || std::strstr(place, "/c++/") != nullptr)
-                continue;
+            std::string name = function;  // without its namespace and its parameters
+            for (const char* const part : {"(anonymous namespace)::", "kdt::cuda::"})
+                for (size_t at; (at = name.find(part)) != std::string::npos;)
+                    name.erase(at, std::strlen(part));
+            name.resize(std::min(name.size(), name.find_first_of("(\n")));
             const char* const source = std::strstr(place, "/backend/cuda/");
-            names.push_back(std::string(source != nullptr ? source + 14 : place) + "  " + function);
+            const bool of_the_emulator =
+                std::strstr(place, "/emulator/") != nullptr || std::strstr(place, "/c++/") != nullptr;
+            (of_the_emulator ? own : names)
+                .push_back(std::string(source != nullptr ? source + 14 : place) + "  " + name);
         }
         pclose(pipe);
     }
+    if (names.empty()) names = std::move(own);
     if (names.empty()) names.push_back("(addr2line was not found)");
     return names;
 }

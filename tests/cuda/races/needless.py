@@ -23,7 +23,7 @@ PLACE = re.compile(
 CASES = {
     "attention": ["attend_after_a_commit", "attend_reads_each", "attend_over_equal", "attend_is_softmax"],
     "build_tree": ["build_tree_takes", "build_tree_budgets", "build_tree_orders", "build_tree_equals"],
-    "draft_attention": ["committed_keys_equal_block", "block_attend_is_softmax", "block_attend_rows"],
+    "draft_attention": ["several_splits", "committed_keys_equal_block", "block_attend_is_softmax", "block_attend_rows"],
     "draft_rows": ["norm_rotate", "write_key_value", "keep_taps", "drafts_equal"],
     "experts": ["experts_of_many", "experts_of_none", "experts_sum", "the_same_bits"],
     "gemm_round": ["linear_is_the_product", "the_same_bits"],

@@ -73,11 +73,6 @@ KDT_UNCHECKED void load_matrix(const kdt_emulator::Warp& w) {
     }
 }
 
-// To the race detector a row is read by the lane that names it.
-KDT_UNCHECKED inline void read_row(uint32_t row) {
-    kdt_emulator::races::touch(shared_memory() + row, 16, kdt_emulator::races::Access::read);
-}
-
 struct Words {
     uint32_t r[4];
 };
@@ -100,15 +95,16 @@ inline void mma_bf16_zero(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, 
     mma_bf16(d, a0, a1, a2, a3, b0, b1);
 }
 
+// To the race detector a row is read by the lane that names it.
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
-    emulated::read_row(row);
+    kdt_emulator::races::touch(shared_memory() + row, 16, kdt_emulator::races::Access::read);
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<false>,
                                                                             shared_memory() + row);
     for (int i = 0; i < 4; ++i) r[i] = out.r[i];
 }
 
 inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t row) {
-    emulated::read_row(row);
+    kdt_emulator::races::touch(shared_memory() + row, 16, kdt_emulator::races::Access::read);
     const auto out = kdt_emulator::collective<const void*, emulated::Words>(emulated::load_matrix<true>,
                                                                             shared_memory() + row);
     for (int i = 0; i < 4; ++i) r[i] = out.r[i];
