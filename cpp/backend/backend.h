@@ -212,7 +212,7 @@ struct ExpertsArgs {  // y[i] += (sum over slots, in slot order, of weight * dow
     const int32_t* expert;  // [R, top_k]
     const float* weight;    // [R, top_k]
     int top_k;
-    const float* shared;  // [R, hidden], output of the shared expert; may be null
+    const float* shared;  // [R, hidden], output of the shared expert; may be null; joined if it comes aside
     float* y;             // [R, hidden] residual stream
 };
 
@@ -437,6 +437,13 @@ class Backend {
     virtual std::unique_ptr<Graph> record(std::function<void()> ops);
     // Whether ops are queued and run beside the host, and recording them is work of its own.
     virtual bool queues() const { return false; }
+
+    // Ops that nothing between this call and `join_aside` reads or overwrites the results of, nor writes what
+    // they read: a device with idle units runs them beside the others. Ops aside see those of earlier calls and
+    // all that came before this one; calls do not nest. absorb_query joins, and so does experts, before it reads
+    // `shared`.
+    virtual void aside(const std::function<void()>& ops) { ops(); }
+    virtual void join_aside() {}
 
     // Weights: checked here (NaN or infinite scales are refused, `name` says where), repacked once, owned by
     // the backend.

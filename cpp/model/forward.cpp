@@ -70,6 +70,13 @@ void attention_block(Backend& b, const ModelConfig& c, const LayerWeights& w, co
 
     b.rms_norm({a.rows, x, c.hidden_size, w.input_norm, eps, c.hidden_size, h, tap, tap_stride});
 
+    // latent and shared rope key, written to the cache before anyone reads it
+    b.aside([&] {
+        float* ckv = s.ckv.as<float>();
+        b.linear({a.rows, h, w.kv_a, ckv, false});
+        b.write_latent({a.rows, a.batch, ckv, w.kv_a_norm, latent_eps, latent, a.rope, cache});
+    });
+
     // query, through its low-rank bottleneck where there is one
     float* q = s.q.as<float>();
     if (c.q_lora_rank > 0) {
@@ -81,16 +88,12 @@ void attention_block(Backend& b, const ModelConfig& c, const LayerWeights& w, co
         b.linear({a.rows, h, w.q_b, q, false});
     }
 
-    // latent and shared rope key, written to the cache before anyone reads it
-    float* ckv = s.ckv.as<float>();
-    b.linear({a.rows, h, w.kv_a, ckv, false});
-    b.write_latent({a.rows, a.batch, ckv, w.kv_a_norm, latent_eps, latent, a.rope, cache});
-
     // attention in latent space
     float* q_latent = s.q_latent.as<float>();
     float* o_latent = s.o_latent.as<float>();
     float* o = s.o.as<float>();
     b.absorb_query({a.rows, a.batch, q, w.key_up, heads, nope, latent, a.rope, q_latent});
+    b.join_aside();
     b.attend({a.rows, a.batch, q_latent, cache, heads, latent, rope, static_cast<float>(c.softmax_scale()),
               o_latent});
     b.project_value({a.rows, o_latent, w.value_up, heads, latent, v, o});
@@ -113,17 +116,19 @@ void mlp_block(Backend& b, const ModelConfig& c, const LayerWeights& w, bool moe
         b.gated_linear({a.rows, h, w.gate, w.up, act});
         b.linear({a.rows, act, w.down, x, true});
     } else {
+        float* shared = nullptr;
+        if (c.n_shared_experts > 0) {
+            shared = s.shared.as<float>();
+            b.aside([&] {
+                b.gated_linear({a.rows, h, w.shared_gate, w.shared_up, act});
+                b.linear({a.rows, act, w.shared_down, shared, false});
+            });
+        }
         int32_t* expert = s.expert.as<int32_t>();
         float* weight = s.weight.as<float>();
         b.route({a.rows, h, w.router, w.router_bias, c.scoring, c.num_experts_per_tok, c.n_group,
                  c.topk_group, c.norm_topk_prob, static_cast<float>(c.routed_scaling_factor), expert,
                  weight});
-        float* shared = nullptr;
-        if (c.n_shared_experts > 0) {
-            shared = s.shared.as<float>();
-            b.gated_linear({a.rows, h, w.shared_gate, w.shared_up, act});
-            b.linear({a.rows, act, w.shared_down, shared, false});
-        }
         b.experts({a.rows, h, w.experts, expert, weight, c.num_experts_per_tok, shared, x});
     }
     b.reduce_ranks(a.rows, x, c.hidden_size);

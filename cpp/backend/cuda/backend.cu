@@ -89,25 +89,55 @@ size_t experts_bytes(int rows, int top_k, int experts, int hidden, int intermedi
 
 GemmLaunch CudaBackend::at(const char* op) {
     check(cudaSetDevice(device_), op);
-    return {stream_, device_, op, machine_};
+    return {line_ == 0 ? stream_ : aside_stream_, device_, op, machine_};
+}
+
+void CudaBackend::reserve(int line, size_t bytes) {
+    if (bytes <= workspace_bytes_[line]) return;
+    // Graphs that were recorded before go on using the old one: it stays until the end.
+    auto* const larger = static_cast<unsigned char*>(allocate(bytes, "the workspace of ops"));
+    if (workspace_[line] != nullptr) outgrown_workspaces_.push_back(workspace_[line]);
+    workspace_[line] = larger;
+    workspace_bytes_[line] = bytes;
 }
 
 unsigned char* CudaBackend::workspace(size_t bytes) {
-    if (bytes > workspace_bytes_) {
-        // Graphs that were recorded before go on using the old one: it stays until the end.
-        auto* const larger = static_cast<unsigned char*>(allocate(bytes, "the workspace of ops"));
-        if (workspace_ != nullptr) outgrown_workspaces_.push_back(workspace_);
-        workspace_ = larger;
-        workspace_bytes_ = bytes;
+    reserve(line_, bytes);
+    return workspace_[line_];
+}
+
+void CudaBackend::aside(const std::function<void()>& ops) {
+    if (line_ != 0) fail(ErrorCode::internal, "ops aside of ops aside");
+    check(cudaSetDevice(device_), "ops aside");
+    check(cudaEventRecord(forked_, stream_), "ops aside");
+    check(cudaStreamWaitEvent(aside_stream_, forked_), "ops aside");
+    line_ = 1;
+    try {
+        ops();
+    } catch (...) {
+        line_ = 0;
+        cudaEventRecord(aside_done_, aside_stream_);
+        cudaStreamWaitEvent(stream_, aside_done_);
+        throw;
     }
-    return workspace_;
+    line_ = 0;
+    check(cudaEventRecord(aside_done_, aside_stream_), "ops aside");
+    aside_pending_ = true;
+}
+
+void CudaBackend::join_aside() {
+    if (!aside_pending_) return;
+    aside_pending_ = false;
+    check(cudaStreamWaitEvent(stream_, aside_done_), "ops aside");
 }
 
 void CudaBackend::reserve_workspace(const WorkspaceSizes& s) {
     size_t bytes = aligned(static_cast<size_t>(s.rows) * static_cast<size_t>(s.experts) * 4);
-    if (bf16_ && s.rows > kFewRows)  // heads are rounded up to whole blocks of columns each
-        bytes = std::max(bytes, rounded_bytes(std::min(s.rows, kDenseRows), 1,
-                                              s.widest + std::max(s.heads, 1) * kBlockColumns));
+    const size_t rounded =  // heads are rounded up to whole blocks of columns each
+        bf16_ && s.rows > kFewRows
+            ? rounded_bytes(std::min(s.rows, kDenseRows), 1, s.widest + std::max(s.heads, 1) * kBlockColumns)
+            : 0;
+    bytes = std::max(bytes, rounded);
     if (s.experts > 0)
         bytes = std::max(bytes, experts_bytes(std::min(s.rows, kExpertRows), s.top_k, s.experts, s.hidden,
                                               s.intermediate));
@@ -116,7 +146,8 @@ void CudaBackend::reserve_workspace(const WorkspaceSizes& s) {
         bytes = std::max(bytes, cut.bytes());
     }
     check(cudaSetDevice(device_), "the workspace of ops");
-    workspace(bytes);
+    reserve(0, bytes);
+    reserve(1, rounded);
 }
 
 void CudaBackend::product(const char* op, WeightKind kind, const GemmArgs& args, int experts) {
@@ -197,8 +228,9 @@ void CudaBackend::absorb_query(const AbsorbQueryArgs& args) {
     set_input(a, args.q, static_cast<long long>(args.heads) * (args.nope + rope), args.nope + rope);
     set_output(a, args.out, static_cast<long long>(args.heads) * (args.latent + rope), args.latent + rope,
                Store::write);
+    aside([&] { launch_rope_query(at("absorb_query"), args); });
     product("absorb_query", w.kind, a, 0);
-    launch_rope_query(at("absorb_query"), args);
+    join_aside();
 }
 
 void CudaBackend::attend(const AttendArgs& args) {
@@ -294,18 +326,24 @@ void CudaBackend::experts(const ExpertsArgs& args) {
     int32_t* const ints = reinterpret_cast<int32_t*>(reinterpret_cast<unsigned char*>(down) +
                                                      aligned(pairs * static_cast<size_t>(hidden) * 4));
     const PairLists lists{ints, ints + 1, ints + 1 + count, ints + 2 + 2 * count};
-    const int active = static_cast<int>(std::min<size_t>(static_cast<size_t>(count), pairs));
+    const bool few = bf16_ && pairs <= kChosenPairs;
+    const int blocks = static_cast<int>(few ? pairs : std::min<size_t>(static_cast<size_t>(count), pairs));
     const auto with_pairs = [&](GemmArgs& a, const void* const* first, const void* const* second) {
+        a.table[0] = first;
+        a.table[1] = second;
+        a.top_k = args.top_k;
+        if (few) {
+            a.chosen = args.expert;
+            return;
+        }
         a.active_count = lists.active_count;
         a.active = lists.active;
         a.offset = lists.offset;
         a.pairs = lists.pairs;
-        a.table[0] = first;
-        a.table[1] = second;
     };
     for (int first = 0; first < args.rows.capacity; first += slice) {
         const RowSpan rows{args.rows.live, first, std::min(slice, args.rows.capacity - first)};
-        launch_group_pairs(l, rows, args.top_k, count, args.expert, lists);
+        if (!few) launch_group_pairs(l, rows, args.top_k, count, args.expert, lists);
 
         GemmArgs gate = of_matrix(e.gate_like);
         gate.rows = rows;
@@ -319,18 +357,20 @@ void CudaBackend::experts(const ExpertsArgs& args) {
         GemmArgs out = of_matrix(e.down_like);
         out.rows = rows;
         with_pairs(out, e.down, e.down);
+        out.routed = true;
         out.x_first = 0;
         out.pair_divisor = 1;
         out.usual_tokens = gate.usual_tokens;
         set_input(out, act, inner, 0);
         set_output(out, down, hidden, 0, Store::write);
         if (bf16_) {
-            launch_gemm(l, e.gate_like.kind, gate, active);
-            launch_gemm(l, e.down_like.kind, out, active);
+            launch_gemm(l, e.gate_like.kind, gate, blocks);
+            launch_gemm(l, e.down_like.kind, out, blocks);
         } else {
-            launch_fma_gemm(l, e.gate_like.kind, gate, active);
-            launch_fma_gemm(l, e.down_like.kind, out, active);
+            launch_fma_gemm(l, e.gate_like.kind, gate, blocks);
+            launch_fma_gemm(l, e.down_like.kind, out, blocks);
         }
+        join_aside();
         launch_combine(l, {rows, args.top_k, hidden, args.weight, down, args.shared, args.y});
     }
 }

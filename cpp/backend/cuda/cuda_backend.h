@@ -1,4 +1,4 @@
-// The CUDA backend: memory, weights, and the op table as launches on one stream.
+// The CUDA backend: memory, weights, and the op table as launches on a stream, or on the one beside it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -55,6 +55,8 @@ class CudaBackend final : public Backend {
     size_t last_level_cache() const override;
     std::unique_ptr<Graph> record(std::function<void()> ops) override;
     bool queues() const override { return true; }
+    void aside(const std::function<void()>& ops) override;
+    void join_aside() override;
 
     Weight upload_matrix(const HostMatrix& matrix, const std::string& name) override;
     const float* upload_vector(std::span<const float> values, const std::string& name) override;
@@ -104,18 +106,22 @@ class CudaBackend final : public Backend {
     GemmLaunch at(const char* op);
     void product(const char* op, WeightKind kind, const GemmArgs& args, int experts);
     unsigned char* workspace(size_t bytes);
+    void reserve(int line, size_t bytes);
     void repack(const HostMatrix& matrix, unsigned char* to, const std::string& name);
 
     int device_ = 0;
     Machine machine_{1, {1, 1, 1, 1}};
     bool bf16_ = true;
     std::string description_;
-    cudaStream_t stream_ = nullptr;
+    cudaStream_t stream_ = nullptr, aside_stream_ = nullptr;
+    cudaEvent_t forked_ = nullptr, aside_done_ = nullptr;
+    int line_ = 0;  // 1 within `aside`
+    bool aside_pending_ = false;
     WeightArena arena_;
     std::vector<std::unique_ptr<Experts>> experts_;
-    unsigned char* workspace_ = nullptr;
+    unsigned char* workspace_[2] = {};  // of each line, which run beside each other
+    size_t workspace_bytes_[2] = {};
     std::vector<unsigned char*> outgrown_workspaces_;
-    size_t workspace_bytes_ = 0;
     unsigned char* staging_ = nullptr;  // raw weights on their way into the layout
     int32_t* bad_row_ = nullptr;
 };

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarps * 32) fma_gemm(const GemmArgs a) {
     ptx::grid_wait();
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int g = lane / 4, t = lane % 4;
-    const bool gated = a.store == Store::gated, experts = a.pairs != nullptr;
+    const bool gated = a.store == Store::gated, experts = a.table[0] != nullptr;
     float* const partials = reinterpret_cast<float*>(ptx::shared_memory());  // [warp][tile, row][token]
 
     int head = 0, first = 0, tokens;

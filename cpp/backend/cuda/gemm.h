@@ -36,16 +36,22 @@ struct GemmArgs {
     Store store;
     const void* rounded;   // x in bf16 as gemm_many reads it; null: gemm_few, which rounds as it reads
     int activation_bytes;  // of shared memory, gemm_few
+    int row_slots;         // row numbers of x, and of y, there
 
-    // Experts: block z takes expert `active[z]` and its `pairs` (row * top_k + slot). Null for dense
-    // products.
+    // Experts: [experts] matrices in the places of w, null for dense products. A pair is row * top_k + slot.
+    const void* const* table[2];
+    int x_first, pair_divisor;  // x row = x_first + pair / pair_divisor; y row = pair
+    int usual_tokens;           // of an expert; more are taken in turn
+    // Either `chosen`: the expert of each of up to kChosenPairs pairs; block z takes all pairs of the expert
+    // of pair z, unless an earlier pair has the same. Or lists: block z takes expert `active[z]` and its
+    // `pairs`.
+    const int32_t* chosen;
+    int top_k;
+    bool routed;  // the kernel before this one waited for what names the experts before it let this one start
     const int32_t* active_count;
     const int32_t* active;
     const int32_t* offset;  // [experts + 1] into `pairs`
     const int32_t* pairs;
-    const void* const* table[2];  // [experts] matrices in the places of w
-    int x_first, pair_divisor;    // x row = x_first + pair / pair_divisor; y row = pair
-    int usual_tokens;             // of an expert; more are taken in turn
 };
 
 struct GemmLaunch {

@@ -67,6 +67,52 @@ struct WarpWeights {
     }
 };
 
+// The pairs of block z's expert, where they are few: every warp looks at all of them, which takes one read
+// instead of a kernel that makes lists and three reads that depend on each other.
+struct ChosenPairs {
+    static constexpr int kWords = kChosenPairs / 32;
+    uint32_t bits[kWords];  // bit `lane` of word w: pair 32 w + lane
+    int expert;
+    bool leads;  // this block has them, not one before it
+
+    __device__ __forceinline__ ChosenPairs(const GemmArgs& a, int lane) {
+        const int z = static_cast<int>(blockIdx.z), capacity = a.rows.count * a.top_k;
+        int id[kWords];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w)
+            id[w] = w * 32 + lane < capacity ? __ldcg(a.chosen + w * 32 + lane) : -1;
+        expert = __ldcg(a.chosen + z);
+        const int pairs = a.rows.live_count() * a.top_k;
+        leads = z < pairs;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            bits[w] = __ballot_sync(0xFFFFFFFFu, w * 32 + lane < pairs && id[w] == expert);
+            const int before = min(max(z - w * 32, 0), 32);
+            if (before > 0 && (bits[w] << (32 - before)) != 0) leads = false;
+        }
+    }
+    __device__ __forceinline__ int count() const {
+        int n = 0;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) n += __popc(bits[w]);
+        return n;
+    }
+    // Row numbers of all of them, by one warp.
+    __device__ __forceinline__ void fill_rows(const GemmArgs& a, int32_t* x_row, int32_t* y_row,
+                                              int lane) const {
+        int place = 0;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            const int at = place + __popc(bits[w] & ((1u << lane) - 1u)), pair = w * 32 + lane;
+            if ((bits[w] >> lane & 1) != 0) {
+                x_row[at] = a.x_first + pair / a.pair_divisor;
+                y_row[at] = pair;
+            }
+            place += __popc(bits[w]);
+        }
+    }
+};
+
 // Row numbers of x and y of a group of tokens, in shared memory.
 __device__ __forceinline__ void fill_rows(const GemmArgs& a, int32_t* x_row, int32_t* y_row, int first_token,
                                           int tokens, int slots, int thread, int threads) {
@@ -120,7 +166,7 @@ template <class Row>
 __device__ __forceinline__ void store_outputs(const GemmArgs& a, const BlockRows& rows, const float* partials,
                                               const Row& y_row, int tokens, int head, int thread, int threads,
                                               int pairs) {
-    const bool gated = a.store == Store::gated, experts = a.pairs != nullptr;
+    const bool gated = a.store == Store::gated, experts = a.table[0] != nullptr;
     const int split = static_cast<int>(blockIdx.x), splits = static_cast<int>(gridDim.x);
     const int stride = partial_stride(pairs), outputs = pairs * (gated ? 16 : 32);  // of a token
     const int first = (rows.first_tile * kTileRows - rows.first_row) + static_cast<int>(blockIdx.y) * outputs;

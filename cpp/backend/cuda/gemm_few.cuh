@@ -65,26 +65,35 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int warp = thread / 32, lane = thread % 32, warps = threads / 32;
-    const bool experts = a.pairs != nullptr;
+    const bool experts = a.table[0] != nullptr, waits_first = experts && !a.routed;
+    if (waits_first) ptx::grid_wait();
     ptx::grid_launch_next();
 
     unsigned char* const shared = ptx::shared_memory();
     int32_t* const x_row = reinterpret_cast<int32_t*>(shared);
-    int32_t* const y_row = x_row + kTokens;
-    unsigned char* const xs = shared + kTokens * 8;
+    int32_t* const y_row = x_row + a.row_slots;
+    unsigned char* const xs = shared + a.row_slots * 8;
     float* const partials = reinterpret_cast<float*>(xs + a.activation_bytes);
 
     int head, first_token, tokens_left;
     const unsigned char* base[2] = {a.w[0], a.w[1]};
     if (experts) {
-        ptx::grid_wait();
-        if (static_cast<int>(blockIdx.z) >= __ldcg(a.active_count)) return;
-        const int expert = __ldcg(a.active + blockIdx.z);
+        int expert;
+        head = first_token = 0;
+        if (a.chosen != nullptr) {
+            const ChosenPairs chosen(a, lane);
+            if (!chosen.leads) return ptx::grid_wait();
+            expert = chosen.expert;
+            tokens_left = chosen.count();
+            if (warp == 0) chosen.fill_rows(a, x_row, y_row, lane);
+        } else {
+            if (static_cast<int>(blockIdx.z) >= __ldcg(a.active_count)) return ptx::grid_wait();
+            expert = __ldcg(a.active + blockIdx.z);
+            first_token = __ldcg(a.offset + expert);
+            tokens_left = __ldcg(a.offset + expert + 1) - first_token;
+        }
         base[0] = static_cast<const unsigned char*>(a.table[0][expert]);
         base[1] = static_cast<const unsigned char*>(a.table[1][expert]);
-        head = 0;
-        first_token = __ldcg(a.offset + expert);
-        tokens_left = __ldcg(a.offset + expert + 1) - first_token;
     } else {
         head = static_cast<int>(blockIdx.z) % a.heads;
         first_token = static_cast<int>(blockIdx.z) / a.heads * kTokens;
@@ -105,16 +114,19 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
             Stream::load(ring[j], next, j, FromGlobal{weights.busy && j < steps});
         next.advance(kDepth * Stream::kStepBytes);
     };
-    fill_ring();  // weights depend on no earlier kernel: they are on their way before the wait
+    // Weights depend on no earlier kernel: they are on their way before the wait. (Without a condition ptxas
+    // moves the wait in front of them.)
+    fill_ring();
+    if (!waits_first) ptx::grid_wait();
     if (!experts) {
-        ptx::grid_wait();
         tokens_left = min(kTokens, a.rows.live_count() - first_token);
     }
 
     for (bool again = false; tokens_left > 0; again = true) {
         const int tokens = min(tokens_left, kTokens);
         if (again) fill_ring();
-        fill_rows(a, x_row, y_row, first_token, tokens, kTokens, thread, threads);
+        const int slot0 = a.chosen != nullptr ? first_token : 0;  // all rows are there, or this turn's
+        if (a.chosen == nullptr) fill_rows(a, x_row, y_row, first_token, tokens, kTokens, thread, threads);
         __syncthreads();
 
         float acc[2][NT][4];
@@ -130,8 +142,8 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
         for (int c0 = 0; c0 < columns; c0 += chunk) {
             const int width = min(chunk, columns - c0), row_bytes = few_row_bytes(width);
             if (c0 > 0) __syncthreads();
-            stage_activations<Blocks == 1>(a, xs, x_row, tokens, width, split.block0 * kBlockColumns + c0,
-                                           head, thread, threads);
+            stage_activations<Blocks == 1>(a, xs, x_row + slot0, tokens, width,
+                                           split.block0 * kBlockColumns + c0, head, thread, threads);
             __syncthreads();
             if (!weights.busy) continue;
 
@@ -164,7 +176,8 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
         }
         put_partials<NT>(partials, acc, tokens, warp, warps, lane);
         store_outputs(
-            a, rows, partials, [&](int token) { return y_row[token]; }, tokens, head, thread, threads, warps);
+            a, rows, partials, [&](int token) { return y_row[slot0 + token]; }, tokens, head, thread, threads,
+            warps);
         tokens_left -= tokens;
         first_token += tokens;
         if (!experts) break;
@@ -174,11 +187,12 @@ __global__ void __launch_bounds__(Pairs * 32, Blocks) gemm_few(const GemmArgs a)
 template <class Stream, int NT, int Pairs, int Blocks>
 void launch_few_as(const GemmLaunch& l, const GemmArgs& args, const GemmCut& cut) {
     GemmArgs a = args;
+    a.row_slots = a.chosen != nullptr ? kChosenPairs : NT * 8;
     const int columns = (a.k_blocks + cut.splits - 1) / cut.splits * kBlockColumns;
     a.activation_bytes = few_activation_bytes(columns, std::min(a.rows.count, NT * 8), Blocks == 1);
     launch<gemm_few<Stream, NT, Pairs, Blocks>>(
         {l.stream, l.device, l.name, dim3(cut.splits, cut.blocks, cut.groups), cut.pairs * 32,
-         NT * 64 + a.activation_bytes + NT * 8 * partial_stride(cut.pairs) * 4, cut.splits},
+         a.row_slots * 8 + a.activation_bytes + NT * 8 * partial_stride(cut.pairs) * 4, cut.splits},
         a);
 }
 

@@ -134,6 +134,9 @@ CudaBackend::CudaBackend(const CudaOptions& options) : device_(options.device), 
     check(cudaSetDevice(device_), "choosing the GPU");
     machine_ = look_at_machine(properties.multiProcessorCount, properties.sharedMemPerBlockOptin);
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+    check(cudaStreamCreateWithFlags(&aside_stream_, cudaStreamNonBlocking), "creating a stream");
+    check(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming), "creating an event");
+    check(cudaEventCreateWithFlags(&aside_done_, cudaEventDisableTiming), "creating an event");
     bad_row_ = reinterpret_cast<int32_t*>(device_allocate(device_, sizeof(int32_t), "the backend's state"));
 }
 
@@ -143,8 +146,11 @@ CudaBackend::~CudaBackend() {
     cudaStreamSynchronize(stream_);
     cudaFree(bad_row_);
     cudaFree(staging_);
-    cudaFree(workspace_);
+    for (unsigned char* workspace : workspace_) cudaFree(workspace);
     for (unsigned char* old : outgrown_workspaces_) cudaFree(old);
+    cudaEventDestroy(forked_);
+    cudaEventDestroy(aside_done_);
+    cudaStreamDestroy(aside_stream_);
     cudaStreamDestroy(stream_);
 }
 
@@ -248,7 +254,13 @@ class CapturedGraph final : public Graph {
 }  // namespace
 
 std::unique_ptr<Graph> CudaBackend::record(std::function<void()> ops) {
-    return std::make_unique<CapturedGraph>(device_, stream_, ops);
+    join_aside();
+    try {
+        return std::make_unique<CapturedGraph>(device_, stream_, ops);
+    } catch (...) {
+        aside_pending_ = false;  // what was queued aside belonged to the recording
+        throw;
+    }
 }
 
 void CudaBackend::repack(const HostMatrix& m, unsigned char* to, const std::string& name) {
@@ -280,7 +292,7 @@ void CudaBackend::repack(const HostMatrix& m, unsigned char* to, const std::stri
                                   static_cast<const char*>(m.scales) + scale_bytes * static_cast<size_t>(row),
                                   scale_bytes * static_cast<size_t>(rows), cudaMemcpyHostToDevice, stream_),
                   name.c_str());
-        launch_repack({stream_, device_, name.c_str()}, m.kind,
+        launch_repack({stream_, device_, name.c_str(), machine_}, m.kind,
                       {staging_, scales, row, rows, m.out, m.in, m.scale_dtype == DType::f32, to, bad_row_});
     }
     int32_t bad = 0;

@@ -44,6 +44,9 @@ inline int product_splits(int out, int heads, bool gated, bool experts, int in) 
     return k_splits(tiles_of_head(out, heads) * (experts ? kUsualExperts : heads) * (gated ? 2 : 1), in);
 }
 
+// Pairs of tokens and experts up to which each block finds those of its expert by itself.
+inline constexpr int kChosenPairs = 128;
+
 // Grid and block of a product.
 struct GemmCut {
     int splits, blocks, groups;  // grid x, y, z

@@ -74,6 +74,7 @@ namespace kdt_emulator {
 void block_barrier(const std::source_location& place);
 void cluster_barrier(const std::source_location& place);
 void note_grid_wait(const std::source_location& place);
+void note_launch_next();
 unsigned char* shared_memory();
 const void* cluster_address(const void* mine, unsigned rank);
 void copy_async(void* to, const void* from, bool valid);
@@ -98,7 +99,8 @@ using Collective = void (*)(const Warp&);
 void warp_collective(Collective compute, const void* in, size_t in_bytes, void* out, size_t out_bytes,
                      bool orders_memory = false);
 
-void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster, const std::function<void()>& kernel);
+void run(int stream, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster,
+         const std::function<void()>& kernel);
 
 template <class In, class Out>
 Out collective(Collective compute, const In& in) {
@@ -322,6 +324,8 @@ struct cudaDeviceProp {
     size_t sharedMemPerBlockOptin;
 };
 constexpr unsigned cudaStreamNonBlocking = 1;
+using cudaEvent_t = struct CudaEvent*;  // everything runs at once and in order: for the race detector alone
+constexpr unsigned cudaEventDisableTiming = 2;
 
 const char* cudaGetErrorString(cudaError_t);
 cudaError_t cudaGetLastError();
@@ -340,6 +344,10 @@ cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t);
 cudaError_t cudaStreamSynchronize(cudaStream_t);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t);
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t);
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t);
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int);
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*);
 
@@ -355,7 +363,12 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t);
 
 namespace kdt_emulator {
 void queue(std::function<void()> work);  // runs it, or keeps it while a stream is captured
+// Streams come in pairs, 0 and 1: a backend's, and the one beside it.
+inline int stream_number(cudaStream_t stream) {
+    const auto number = reinterpret_cast<uintptr_t>(stream);
+    return number == 0 ? 0 : static_cast<int>((number - 1) % 2);
 }
+}  // namespace kdt_emulator
 
 template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const A&... args) {
@@ -366,7 +379,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     std::tuple<std::decay_t<P>...> copy(args...);
     const dim3 grid = config->gridDim, block = config->blockDim;
     const size_t shared = config->dynamicSmemBytes;
+    const int stream = kdt_emulator::stream_number(config->stream);
     kdt_emulator::queue(
-        [=] { kdt_emulator::run(grid, block, shared, cluster, [&] { std::apply(kernel, copy); }); });
+        [=] { kdt_emulator::run(stream, grid, block, shared, cluster, [&] { std::apply(kernel, copy); }); });
     return cudaSuccess;
 }

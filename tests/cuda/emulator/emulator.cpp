@@ -69,9 +69,7 @@ struct Guarded {
     }
 #else
     static constexpr bool place_is_chosen = false;
-    static void* place_for(Space, size_t) {
-        return nullptr;
-    }
+    static void* place_for(Space, size_t) { return nullptr; }
 #endif
 };
 
@@ -325,6 +323,10 @@ void note_grid_wait(const std::source_location& place) {
     if (!races::is_ignored(place)) races::grid_wait();
 }
 
+void note_launch_next() {
+    races::grid_launch_next();
+}
+
 unsigned char* shared_memory() {
     return current->block->shared->data;
 }
@@ -455,7 +457,7 @@ void warp_collective(Collective compute, const void* in, size_t in_bytes, void* 
     std::memcpy(out, warp.out[lane], out_bytes);
 }
 
-void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size,
+void run(int stream, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size,
          const std::function<void()>& kernel) {
     if (grid.x % cluster_size != 0) die("a grid that is no whole number of clusters");
     if (grid.y > 65535 || grid.z > 65535) die("a grid that is too large");
@@ -463,7 +465,7 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size,
     body = &kernel;
     blockDim = block;
     gridDim = grid;
-    races::begin_launch();
+    races::begin_launch(stream);
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; x += cluster_size)
@@ -478,6 +480,10 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_size,
 
 struct CudaGraph {
     std::vector<std::function<void()>> work;
+};
+
+struct CudaEvent {
+    kdt_emulator::races::Line line;
 };
 
 namespace {
@@ -579,7 +585,8 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-    *stream = reinterpret_cast<cudaStream_t>(1);
+    static uintptr_t made = 0;
+    *stream = reinterpret_cast<cudaStream_t>(++made);
     return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) {
@@ -587,6 +594,24 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
     kdt_emulator::races::order_streams();
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = new CudaEvent;
+    return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    kdt_emulator::queue(
+        [=] { event->line = kdt_emulator::races::record_event(kdt_emulator::stream_number(stream)); });
+    return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event) {
+    kdt_emulator::queue(
+        [=] { kdt_emulator::races::wait_event(kdt_emulator::stream_number(stream), event->line); });
     return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {

@@ -191,7 +191,11 @@ struct Visit {
 std::vector<Visit> visits;
 bool visited = false;
 Actor* current = nullptr;
-uint32_t cluster = 0, launch_first = 1, ended = 0;  // clusters up to `ended` are ordered before everything
+// Clusters are numbered as they come, those of stream 0 even, those of stream 1 odd.
+uint32_t cluster = 0, launch_first = 2, launch_stream = 0;
+uint32_t ended[2] = {};      // clusters up to here are ordered before everything
+Line lines[2], launch_line;  // the streams' ends, and where the kernel that runs stands
+bool started_next_early = false;
 
 void* map(size_t bytes) {
     void* const at =
@@ -219,7 +223,9 @@ unsigned char* take(size_t& used, size_t offset, size_t limit, size_t bytes) {
 }
 
 bool has_ended(const Record& r, const Actor& by) {  // of another cluster
-    return r.cluster <= ended || (r.cluster < launch_first && (by.waited || by.clock->waited));
+    const uint32_t stream = r.cluster % 2;
+    return r.cluster <= std::max(ended[stream], launch_line.from_the_start[stream]) ||
+           (r.cluster <= launch_line.after_wait[stream] && (by.waited || by.clock->waited));
 }
 
 bool ordered(const Record& r, const Actor& by) {
@@ -290,7 +296,9 @@ std::string who(const Record& r) {
     else
         std::snprintf(text, sizeof text, "%s%s", by,
                       r.cluster >= launch_first ? "a block of another cluster"
-                                                : "an earlier kernel, for which grid_wait has not waited");
+                      : r.cluster % 2 == launch_stream
+                          ? "an earlier kernel, for which grid_wait has not waited"
+                          : "a kernel of another stream");
     return text;
 }
 
@@ -341,7 +349,7 @@ bool absorb(Record* list, uint32_t n, const Record& old) {
     for (uint32_t i = 0; i < n; ++i) {
         Record& r = list[i];
         if (r.cluster == cluster || r.access != old.access ||
-            (r.cluster >= launch_first) != (old.cluster >= launch_first))
+            (r.cluster >= launch_first) != (old.cluster >= launch_first) || r.cluster % 2 != old.cluster % 2)
             continue;
         const uint8_t bytes = r.bytes | old.bytes;
         if (old.cluster > r.cluster) r = old;
@@ -371,7 +379,7 @@ void touch_cell(Cell& cell, const unsigned char* at, bool in_shared, Record now,
     }
     for (uint32_t i = 0; i < n;) {
         Record& r = list[i];
-        if (r.cluster != cluster && (in_shared || r.cluster <= ended)) {
+        if (r.cluster != cluster && (in_shared || r.cluster <= ended[r.cluster % 2])) {
             erase(list, n, i);
             continue;
         }
@@ -473,12 +481,27 @@ void forget_shared() {
     shared_used = 0;
 }
 
-void begin_launch() {
+void begin_launch(int stream) {
+    launch_stream = static_cast<uint32_t>(stream);
     launch_first = cluster + 1;
+    launch_line = lines[stream];
+    started_next_early = false;
+}
+
+Line record_event(int stream) {
+    return lines[stream];
+}
+
+void wait_event(int stream, const Line& event) {
+    Line& line = lines[stream];
+    for (int i = 0; i < 2; ++i) {
+        line.after_wait[i] = std::max(line.after_wait[i], event.after_wait[i]);
+        line.from_the_start[i] = std::max(line.from_the_start[i], event.from_the_start[i]);
+    }
 }
 
 void begin_cluster(size_t blocks, size_t threads_per_block) {
-    ++cluster;
+    cluster += cluster % 2 == launch_stream ? 2 : 1;
     padded_block = (threads_per_block + 31) / 32 * 32;
     actors.clear();
     actors_now = padded_block * blocks;
@@ -512,6 +535,10 @@ void end_cluster() {
 }
 
 void end_launch() {
+    Line& line = lines[launch_stream];
+    line.after_wait[launch_stream] = cluster;
+    if (!started_next_early)
+        std::copy(launch_line.after_wait, launch_line.after_wait + 2, line.from_the_start);
     if (is_quiet) return;
     for (; printed < found.size(); ++printed) {
         const Race& race = found[printed];
@@ -528,7 +555,7 @@ void end_launch() {
 }
 
 void order_streams() {
-    ended = cluster;
+    ended[0] = ended[1] = cluster;
 }
 
 Actor& actor(size_t block, size_t thread) {
@@ -561,6 +588,9 @@ void wait_for_copies(uint32_t number) {
 }
 void grid_wait() {
     current->waited = true;
+}
+void grid_launch_next() {
+    if (!current->waited && !current->clock->waited) started_next_early = true;
 }
 
 bool is_ignored(const std::source_location& place) {

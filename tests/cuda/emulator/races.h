@@ -2,9 +2,9 @@
 // order? Every emulated thread has a vector clock that only what orders memory moves (barriers, __syncwarp,
 // mbarriers, waits for copies, grid_wait), and every four bytes of memory remember who read and wrote them
 // and when. Two accesses of different threads, one of them a write, of which neither is ordered before the
-// other, are a race: in shared memory, between the blocks of a launch in global memory, and with an earlier
-// kernel for what a thread touches before grid_wait. A visit to another block's shared memory that nothing
-// orders before that block's end is one too.
+// other, are a race: in shared memory, between the blocks of a launch in global memory, with an earlier
+// kernel for what a thread touches before grid_wait, and with a kernel of another stream that no event
+// orders. A visit to another block's shared memory that nothing orders before that block's end is one too.
 //
 // The kernels are compiled with -fsanitize=thread, which puts a call before each access; the runtime behind
 // the calls is races.cpp, not libtsan (as the Linux kernel's KCSAN does): libtsan counts a fiber as a host
@@ -58,7 +58,17 @@ unsigned char* reserve_shared(size_t bytes);
 unsigned char* reserve_global(size_t bytes);
 void forget_shared();
 
-void begin_launch();
+// A place in a stream: what has ended there (or will have, before what follows), kernel by kernel. Two
+// streams can be told apart, 0 and 1.
+struct Line {
+    uint32_t after_wait[2] = {};  // for whoever has waited (grid_wait)
+    uint32_t from_the_start[2] =
+        {};  // also before: the kernel in front had waited before it let this one start
+};
+Line record_event(int stream);
+void wait_event(int stream, const Line& event);
+
+void begin_launch(int stream);
 void begin_cluster(size_t blocks, size_t threads_per_block);
 void end_cluster();
 void end_launch();     // says what was found
@@ -78,6 +88,7 @@ void touch_as_copy(const void* at, size_t bytes, Access access, const void* pc);
 uint32_t close_copies();
 void wait_for_copies(uint32_t number);
 void grid_wait();
+void grid_launch_next();
 
 // Whether the environment's KDTREE_RACES_WITHOUT, FILE:LINE, names this place: what stands there then still
 // waits and orders nothing. A barrier that can be left out so, and no case notices, is one that no case
@@ -105,7 +116,12 @@ struct Meeting {
     void acquire(Actor&, bool) {}
 };
 inline void forget_shared() {}
-inline void begin_launch() {}
+struct Line {};
+inline Line record_event(int) {
+    return {};
+}
+inline void wait_event(int, const Line&) {}
+inline void begin_launch(int) {}
 inline void begin_cluster(size_t, size_t) {}
 inline void end_cluster() {}
 inline void end_launch() {}
@@ -123,6 +139,7 @@ inline uint32_t close_copies() {
 }
 inline void wait_for_copies(uint32_t) {}
 inline void grid_wait() {}
+inline void grid_launch_next() {}
 inline bool is_ignored(const std::source_location&) {
     return false;
 }

@@ -176,7 +176,8 @@ KDT_CASE(products_carry_nan_to_the_end_of_their_row) {
 }
 
 // An expert that nobody chose, one that one row chose, and one that every row of 65 chose: a list that is not
-// emptied, a tile that is lost past 64, an offset of the neighbour.
+// emptied, a tile that is lost past 64, an offset of the neighbour; pairs that no block of the expert takes, or
+// two take, where there are no lists.
 KDT_CASE(experts_of_none_one_and_sixty_five_rows) {
     Random random(105);
     const int experts = 7, hidden = 64, inner = 48, rows = kMaxTreeRows, top_k = 3;
@@ -234,6 +235,11 @@ KDT_CASE(experts_of_none_one_and_sixty_five_rows) {
             for (const int i : {0, 1, 15, 16, 39, 40, 41, 63, 64})
                 expect_same(run({i}).data(), all.data() + i * hidden, hidden,
                             format("%s, row %d of 65 alone", precision.c_str(), i));
+            // 42 rows of 3 pairs: the most of which a block finds its own; 43: lists are made.
+            for (const int n : {2, 17, 42, 43})
+                expect_same(run({everyone.begin(), everyone.begin() + n}).data(), all.data(),
+                            static_cast<size_t>(n * hidden),
+                            format("%s, the first %d rows of 65", precision.c_str(), n));
             expect_same(run(everyone), all, "the same launch after others");
         }
 }

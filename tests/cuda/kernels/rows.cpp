@@ -360,6 +360,51 @@ KDT_CASE(recorded_ops_see_new_values) {
     }
 }
 
+// Ops aside that start before what they read is there, or are not waited for: queued and recorded. The ones
+// aside are long beside the others, so that who does not wait for them reads NaN.
+KDT_CASE(ops_aside_are_joined) {
+    Random random(16);
+    Backend& b = backend("bf16");
+    const int rows = 3, hidden = options().small ? 256 : 2048, inner = options().small ? 512 : 16384;
+    const auto matrix = [&](int out, int in, const char* name) {
+        return b.upload_matrix(random_matrix(random, WeightKind::bf16, DType::f32, out, in).host(), name);
+    };
+    const Weight first = matrix(hidden, hidden, "first"), gate = matrix(inner, hidden, "gate"),
+                 up = matrix(inner, hidden, "up"), down = matrix(hidden, inner, "down"),
+                 last = matrix(64, hidden, "last");
+    const auto floats = [&](int width) { return Device<float>(b, static_cast<size_t>(rows * width)); };
+    Device<float> x = floats(hidden), h = floats(hidden), act = floats(inner), beside = floats(hidden),
+                  plain = floats(64), y = floats(64);
+    const Device<int32_t> live = scalar(b, rows);
+    const Rows all{rows, live.data()};
+    const auto ops = [&](float* to, bool aside) {
+        b.linear({all, x.data(), first, h.data(), false});
+        const auto long_ones = [&] {
+            b.gated_linear({all, h.data(), gate, up, act.data()});
+            b.linear({all, act.data(), down, beside.data(), false});
+        };
+        if (aside)
+            b.aside(long_ones);
+        else
+            long_ones();
+        b.linear({all, h.data(), last, to, false});
+        if (aside) b.join_aside();
+        b.linear({all, beside.data(), last, to, true});
+    };
+    const std::unique_ptr<Graph> graph = b.record([&] { ops(y.data(), true); });
+    for (int i = 0; i < (options().small ? 2 : 10); ++i) {
+        x.set(random_values(random, static_cast<size_t>(rows * hidden)));
+        ops(plain.data(), false);
+        const std::vector<float> expected = plain.get();
+        for (const bool recorded : {false, true}) {
+            for (Device<float>* buffer : {&h, &act, &beside, &y}) buffer->poison();
+            recorded ? graph->launch() : ops(y.data(), true);
+            expect_same(y.get().data(), expected.data(), expected.size(),
+                        recorded ? "recorded aside" : "queued aside");
+        }
+    }
+}
+
 // The wrong row, a stride taken for the width.
 KDT_CASE(gather_rows) {
     Random random(14);

@@ -35,8 +35,8 @@ struct Shape {
 };
 
 template <auto Kernel>
-void start(const Shape& s) {
-    cuda::launch<Kernel>({nullptr, 0, "planted", dim3(s.blocks), s.threads, 4096, s.cluster}, words());
+void start(const Shape& s, cudaStream_t stream = nullptr) {
+    cuda::launch<Kernel>({stream, 0, "planted", dim3(s.blocks), s.threads, 4096, s.cluster}, words());
 }
 
 template <auto Kernel>
@@ -361,6 +361,51 @@ void bystander(int*) {
     ptx::grid_wait();
 }
 
+// One that waits before it lets the next start: what it waited for, the next may read at once; what it wrote
+// itself not.
+template <bool WaitFirst, bool Writes>
+void patient(int* global) {
+    if (!WaitFirst) ptx::grid_launch_next();
+    ptx::grid_wait();
+    if (WaitFirst) ptx::grid_launch_next();
+    if (Writes && blockIdx.x == 0) global[thread_index()] = 2;
+}
+
+template <bool WaitFirst, bool Writes>
+std::vector<std::string> read_after_two() {
+    cudaMemsetAsync(words(), 0, 4096, nullptr);
+    races::quiet(true);
+    start<writer>({});
+    start<patient<WaitFirst, Writes>>({});
+    start<reader<false>>({});
+    races::quiet(false);
+    return races::take();
+}
+
+// A kernel writes on the first stream, another reads on the second, or the other way round.
+enum class Order { nothing, fork, join };
+
+std::vector<std::string> read_on_another_stream(Order order, bool record_too_early) {
+    cudaStream_t first = nullptr, second = nullptr;
+    cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking);
+    cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking);
+    cudaEvent_t event = nullptr;
+    cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    cudaMemsetAsync(words(), 0, 4096, first);
+    races::quiet(true);
+    const bool join = order == Order::join;
+    if (record_too_early) cudaEventRecord(event, join ? second : first);
+    start<writer>({}, join ? second : first);
+    if (!record_too_early) cudaEventRecord(event, join ? second : first);
+    if (order != Order::nothing) cudaStreamWaitEvent(join ? first : second, event);
+    start<reader<true>>({}, join ? first : second);
+    races::quiet(false);
+    cudaEventDestroy(event);
+    cudaStreamDestroy(first);
+    cudaStreamDestroy(second);
+    return races::take();
+}
+
 template <bool Wait>
 std::vector<std::string> read_after_write(bool between, bool synchronise) {
     cudaMemsetAsync(words(), 0, 4096, nullptr);
@@ -430,6 +475,26 @@ KDT_CASE(planted_races_with_an_earlier_kernel) {
     }
     if (const auto none = read_after_write<false>(false, true); !none.empty())
         failed("a read after the host waited was reported: %s", none[0].c_str());
+    count_checks(3);
+    if (const auto none = read_after_two<true, false>(); !none.empty())
+        failed("a read of what the kernel in front had waited for was reported: %s", none[0].c_str());
+    if (read_after_two<true, true>().empty())
+        failed("a read before grid_wait of what the kernel in front wrote was not reported");
+    if (read_after_two<false, false>().empty())
+        failed("a read before grid_wait, after a kernel that let it start too early, was not reported");
+}
+
+KDT_CASE(planted_races_between_streams) {
+    count_checks(5);
+    for (const Order order : {Order::fork, Order::join}) {
+        if (const auto none = read_on_another_stream(order, false); !none.empty())
+            failed("a read after an event was reported: %s", none[0].c_str());
+        const auto wrong = read_on_another_stream(order, true);
+        if (wrong.empty() || wrong[0].find("another stream") == std::string::npos)
+            failed("a read after an event that was recorded before the write was not reported");
+    }
+    if (read_on_another_stream(Order::nothing, false).empty())
+        failed("a read on another stream without an event was not reported");
 }
 
 }  // namespace kdt::testing

@@ -194,7 +194,9 @@ inline uint2 load_streaming_8(const void* global, bool wanted = true) {
 inline void grid_wait(const std::source_location& place = std::source_location::current()) {
     kdt_emulator::note_grid_wait(place);
 }
-inline void grid_launch_next() {}
+inline void grid_launch_next() {
+    kdt_emulator::note_launch_next();
+}
 
 inline void cluster_sync(const std::source_location& place = std::source_location::current()) {
     kdt_emulator::cluster_barrier(place);
