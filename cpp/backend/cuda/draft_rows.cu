@@ -37,6 +37,7 @@ __device__ __forceinline__ void norm_rotate_head(const float* x, const float* we
         sum = fmaf(v, v, sum);
     }
     const float r = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(width) + eps);
+    __syncwarp();  // every lane has read what is now written over
     const long long angle = static_cast<long long>(min(max(position, 0), rope.positions - 1)) * half;
     for (int j = lane; j < half; j += 32) {
         const int2 pair = rope_pair(j, width, rope.interleaved);
