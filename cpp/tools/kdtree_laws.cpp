@@ -121,6 +121,27 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
+// Where two runs' latents part: the lowest layer that differs, its first position, how many of them, and how
+// many layers differ. Empty: they are the same.
+std::string parting(const Run& a, const Run& b) {
+    std::string where;
+    int layers = 0;
+    for (size_t layer = 0; layer < a.latents.size(); ++layer) {
+        const std::vector<float>&x = a.latents[layer], &y = b.latents[layer];
+        if (same_bytes(x, y)) continue;
+        if (layers++ > 0) continue;
+        const size_t positions = a.timeline.size() - 1, width = x.size() / std::max<size_t>(positions, 1);
+        size_t first = positions, differ = 0;
+        for (size_t p = 0; p < std::min(x.size(), y.size()) / std::max<size_t>(width, 1); ++p)
+            if (std::memcmp(x.data() + p * width, y.data() + p * width, width * sizeof(float)) != 0) {
+                first = std::min(first, p);
+                ++differ;
+            }
+        where = format("layer %zu, from position %zu, %zu positions", layer, first, differ);
+    }
+    return layers == 0 ? "" : format("latents part: %s; %d layers differ", where.c_str(), layers);
+}
+
 // So many threads, each with a session on one engine, plain and with the trees of `budget`: how many of them
 // do not have the plain run's bits.
 int at_once(const std::shared_ptr<const Engine>& engine, const Options& o, const std::vector<int32_t>& prompt,
@@ -185,6 +206,10 @@ int run(const Options& o) {
     std::printf("           %.3f ms per token where no logits are kept\n", plain_ms);
     std::string legs;
     int accepted = 0, failures = 0;
+    if (const std::string where = parting(plain, timed); !where.empty()) {
+        std::printf("           the second plain run's %s\n", where.c_str());
+        ++failures;
+    }
     for (const int budget : o.budgets) {
         PlantedOptions planted;
         planted.seed = static_cast<uint64_t>(o.seed) + budget;
@@ -216,6 +241,8 @@ int run(const Options& o) {
             legs.empty() ? "" : ",", budget, word(tokens), word(logits), o.latents ? word(latents) : "null",
             tree.stats.rounds, tree.stats.accepted, longest, tree.stats.branching_rounds,
             1e3 * tree.seconds() / std::max(1, tree.stats.rounds));
+        if (const std::string where = parting(plain, tree); !where.empty())
+            std::printf("           %s\n", where.c_str());
         failures += !(tokens && logits && latents);
         accepted += tree.stats.accepted;
     }
