@@ -159,7 +159,9 @@ __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Returns when the phase of this parity has ended. It has not when the one before it has not.
+// Returns when the phase of this parity has ended, to a whole warp together: lanes may see the end at
+// different times (on a GPU that others use too they do), and what follows is often for all lanes at once
+// (mma, ldmatrix). The phase before has ended already, or it returns at once.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\n"
@@ -167,6 +169,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
         "@!done bra WAIT;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+    __syncwarp();
 }
 
 // Bytes (a multiple of 16, from and to 16-byte aligned places) from global to this block's shared memory, by
