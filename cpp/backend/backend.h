@@ -439,9 +439,9 @@ class Backend {
     virtual bool queues() const { return false; }
 
     // Ops that nothing between this call and `join_aside` reads or overwrites the results of, nor writes what
-    // they read: a device with idle units runs them beside the others. Ops aside see those of earlier calls and
-    // all that came before this one; calls do not nest. absorb_query joins, and so does experts, before it reads
-    // `shared`.
+    // they read: a device with idle units runs them beside the others. Ops aside see those of earlier calls
+    // and all that came before this one; calls do not nest. absorb_query joins, and so does experts, before
+    // it reads `shared`.
     virtual void aside(const std::function<void()>& ops) { ops(); }
     virtual void join_aside() {}
 

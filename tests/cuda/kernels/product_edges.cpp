@@ -176,8 +176,8 @@ KDT_CASE(products_carry_nan_to_the_end_of_their_row) {
 }
 
 // An expert that nobody chose, one that one row chose, and one that every row of 65 chose: a list that is not
-// emptied, a tile that is lost past 64, an offset of the neighbour; pairs that no block of the expert takes, or
-// two take, where there are no lists.
+// emptied, a tile that is lost past 64, an offset of the neighbour; pairs that no block of the expert takes,
+// or two take, where there are no lists.
 KDT_CASE(experts_of_none_one_and_sixty_five_rows) {
     Random random(105);
     const int experts = 7, hidden = 64, inner = 48, rows = kMaxTreeRows, top_k = 3;

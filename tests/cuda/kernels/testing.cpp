@@ -303,8 +303,5 @@ int main(int argc, char** argv) {
     };
     return kdt::run_tool(
         "kdtree-cuda-tests", "usage: kdtree-cuda-tests [--list] [--small] [--filter TEXT] [--case NAME]\n",
-        [&] {
-            return parse({argc, argv});
-        },
-        run);
+        [&] { return parse({argc, argv}); }, run);
 }
