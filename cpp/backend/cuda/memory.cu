@@ -159,7 +159,7 @@ void* CudaBackend::allocate(size_t bytes, const char* what) {
     void* const memory = device_allocate(device_, bytes, what);
     const char* const poison = std::getenv("KDTREE_POISON");
     if (poison != nullptr && std::strcmp(poison, "1") == 0)  // for tests: what nobody wrote reads as NaN
-        check(cudaMemsetAsync(memory, 0xFF, bytes, stream_), what);
+        check(cudaMemsetAsync(memory, 0xFF, bytes, line_ == 0 ? stream_ : aside_stream_), what);
     return memory;
 }
 
