@@ -2,8 +2,8 @@
 //
 // One class, one method an op, one parameter struct per op with the shape of every pointer. Pointers named
 // here are *device* pointers: host code allocates, uploads and downloads through the same interface and never
-// dereferences them. Ops are ordered on one stream; `synchronize` waits for it. Nothing here knows a model:
-// sizes come with each call.
+// dereferences them. Ops are ordered on one stream, but for those issued through `aside`; `synchronize` waits
+// for it and for what has joined it. Nothing here knows a model: sizes come with each call.
 //
 // Row purity (law 1) holds for every op: row i of an output is a function of row i's inputs, of the weights
 // and of constants; never of `rows`, of other rows, of padding, of threads or SMs. docs/numerics.md fixes
@@ -438,10 +438,10 @@ class Backend {
     // Whether ops are queued and run beside the host, and recording them is work of its own.
     virtual bool queues() const { return false; }
 
-    // Ops that nothing between this call and `join_aside` reads or overwrites the results of, nor writes what
-    // they read: a device with idle units runs them beside the others. Ops aside see those of earlier calls
-    // and all that came before this one; calls do not nest. absorb_query joins, and so does experts, before
-    // it reads `shared`.
+    // Issues ops whose results nothing reads or overwrites, and whose inputs nothing writes, until
+    // `join_aside`. A device with idle units may run them beside what follows. They see earlier calls' ops
+    // and all ops before this call. Calls do not nest, so absorb_query and experts, which join, are not
+    // issued aside.
     virtual void aside(const std::function<void()>& ops) { ops(); }
     virtual void join_aside() {}
 

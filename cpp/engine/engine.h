@@ -30,8 +30,8 @@ class Engine {
   public:
     const ModelConfig& config() const { return config_; }
     const ModelWeights& weights() const { return weights_; }
-    // Ops are ordered on the backend's one stream, and executors of one engine share its workspace: whoever
-    // calls it, or anything below that changes, has the turn.
+    // Ops are ordered, but for those aside, and executors of one engine share the workspaces: whoever calls
+    // it, or anything below that changes, has the turn.
     Backend& backend() const { return *backend_; }
     Turns& turns() const { return turns_; }
     // The draft model that was loaded beside the target; null where there is none.

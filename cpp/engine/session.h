@@ -89,8 +89,8 @@ class Session {
     // Back to the first `length` tokens.
     void rewind(int length);
 
-    // Copies, each of one moment. They wait for a call of this session that runs, never for other sessions,
-    // but for what lies on the device.
+    // Copies, each of one moment. They wait for a call of this session that runs or waits for its turn;
+    // those of what lies on the device take a turn themselves.
     std::vector<int32_t> tokens() const;
     int committed() const;  // positions in the cache; the last emitted token is not there yet
     SessionStats stats() const;

@@ -118,6 +118,7 @@ void CudaBackend::aside(const std::function<void()>& ops) {
         line_ = 0;
         cudaEventRecord(aside_done_, aside_stream_);
         cudaStreamWaitEvent(stream_, aside_done_);
+        cudaGetLastError();  // what went wrong first is what is told
         throw;
     }
     line_ = 0;

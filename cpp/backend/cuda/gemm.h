@@ -47,7 +47,8 @@ struct GemmArgs {
     // `pairs`.
     const int32_t* chosen;
     int top_k;
-    bool routed;  // the kernel before this one waited for what names the experts before it let this one start
+    bool routed;  // these may be read before grid_wait: the kernel in front waited for them before it let
+                  // this start
     const int32_t* active_count;
     const int32_t* active;
     const int32_t* offset;  // [experts + 1] into `pairs`

@@ -121,8 +121,8 @@ __device__ __forceinline__ void copy_async_wait() {
 // `count` arrivals have come; then the next begins. Phase n of a barrier, from 0, has parity n % 2. What a
 // thread of the block wrote before it arrived is seen by whoever has waited. Every thread that has read or
 // written arrives for itself: one lane's arrival after __syncwarp would order as much, but racecheck does not
-// follow it (nor a read before `barrier.cta.arrive`), and a kernel that no tool can check is not worth the
-// percent or two.
+// follow it (nor a read before `barrier.cta.arrive`), and a kernel that no tool can check is not worth
+// the 3 % of a dense product of 64 rows.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -161,7 +161,8 @@ __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
 
 // Returns when the phase of this parity has ended, to a whole warp together: lanes may see the end at
 // different times (on a GPU that others use too they do), and what follows is often for all lanes at once
-// (mma, ldmatrix). The phase before has ended already, or it returns at once.
+// (mma, ldmatrix). Call it only for the phase that runs or the one before it:
+// parity cannot tell others apart.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\n"
