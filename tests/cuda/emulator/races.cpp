@@ -269,16 +269,6 @@ struct Unsettled {
 };
 std::vector<Unsettled> unsettled;
 
-bool is_known(const std::vector<std::string>& now, const std::vector<std::string>& before) {
-    const auto names = [](const std::vector<std::string>& places, const char* function) {
-        return std::any_of(places.begin(), places.end(),
-                           [&](const std::string& s) { return s.find(function) != std::string::npos; });
-    };
-    return std::any_of(known_races.begin(), known_races.end(), [&](const KnownRace& k) {
-        return names(now, k.function) && names(before, k.function);
-    });
-}
-
 const char* name(Access access) {
     return access == Access::read ? "read" : access == Access::write ? "write" : "atomic access";
 }
@@ -543,10 +533,6 @@ void end_launch() {
     for (; printed < found.size(); ++printed) {
         const Race& race = found[printed];
         const auto now = names_of(race.now), before = names_of(race.before);
-        if (is_known(now, before)) {
-            found.erase(found.begin() + static_cast<ptrdiff_t>(printed--));
-            continue;
-        }
         std::fprintf(stderr, "race: %s\n", race.text.c_str());
         for (const std::string& place : now) std::fprintf(stderr, "    %s\n", place.c_str());
         if (!before.empty()) std::fprintf(stderr, "  before:\n");

@@ -95,13 +95,6 @@ void grid_launch_next();
 // needs.
 bool is_ignored(const std::source_location& place);
 
-// A race between two accesses in `function` (part of its name as reports have it) that is there, was looked
-// into and does no harm; races/known.cpp lists them. It is not reported.
-struct KnownRace {
-    const char *function, *why;
-};
-extern const std::vector<KnownRace> known_races;
-
 // Races found since the last call. `quiet`: they are not printed until further notice.
 std::vector<std::string> take();
 void quiet(bool yes);

@@ -49,17 +49,7 @@ struct Scene {
         for (float& x : v) x = bf16 ? bf16_round(random.symmetric()) : random.symmetric();
         return v;
     }
-    std::vector<uint8_t> bytes(const std::vector<float>& v) const {
-        std::vector<uint8_t> out(v.size() * (bf16 ? 2 : 4));
-        for (size_t i = 0; i < v.size(); ++i) {
-            const uint16_t half = bf16_bits(v[i]);
-            if (bf16)
-                std::memcpy(out.data() + 2 * i, &half, 2);
-            else
-                std::memcpy(out.data() + 4 * i, &v[i], 4);
-        }
-        return out;
-    }
+    std::vector<uint8_t> bytes(const std::vector<float>& v) const { return cache_bytes(v, bf16); }
     std::vector<int32_t> make_table(Random& random) {
         const int n = positions / kPageSize;
         const std::vector<int> order = random.permutation(n + 3);

@@ -57,17 +57,7 @@ struct Scene {
             for (float& x : v) x = bf16_round(x);
         return v;
     }
-    std::vector<uint8_t> bytes(const std::vector<float>& v) const {
-        std::vector<uint8_t> out(v.size() * (bf16 ? 2 : 4));
-        for (size_t i = 0; i < v.size(); ++i) {
-            const uint16_t half = bf16_bits(v[i]);
-            if (bf16)
-                std::memcpy(out.data() + 2 * i, &half, 2);
-            else
-                std::memcpy(out.data() + 4 * i, &v[i], 4);
-        }
-        return out;
-    }
+    std::vector<uint8_t> bytes(const std::vector<float>& v) const { return cache_bytes(v, bf16); }
     float* at_position(int p) {
         const int page = table[static_cast<size_t>(pages_each + p / kPageSize)];
         return page_values.data() + static_cast<ptrdiff_t>(page * kPageSize + p % kPageSize) * width;

@@ -128,6 +128,18 @@ float bf16_round(float x) {
     return bf16_value(bf16_bits(x));
 }
 
+std::vector<uint8_t> cache_bytes(const std::vector<float>& values, bool bf16) {
+    std::vector<uint8_t> out(values.size() * (bf16 ? 2 : 4));
+    for (size_t i = 0; i < values.size(); ++i) {
+        const uint16_t half = bf16_bits(values[i]);
+        if (bf16)
+            std::memcpy(out.data() + 2 * i, &half, 2);
+        else
+            std::memcpy(out.data() + 4 * i, &values[i], 4);
+    }
+    return out;
+}
+
 HostMatrix TestMatrix::host() const {
     HostMatrix m;
     m.kind = kind;

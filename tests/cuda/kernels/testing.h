@@ -109,6 +109,8 @@ void expect_near(const std::vector<float>& got, const std::vector<double>& wante
 float bf16_round(float x);
 uint16_t bf16_bits(float x);
 float bf16_value(uint16_t bits);
+// Values as a cache in that precision has them in memory.
+std::vector<uint8_t> cache_bytes(const std::vector<float>& values, bool bf16);
 
 // A matrix in the form of files, with the values that it stands for.
 struct TestMatrix {

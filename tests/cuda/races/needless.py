@@ -36,6 +36,9 @@ CASES = {
     "rows": ["rms_norm", "embed", "gather_rows", "write_latent", "commit_moves", "the_same_bits"],
     "sampling": ["top_k_filter", "min_p", "greedy_finds", "draws_follow", "top_p", "top_k_tokens", "the_same_bits",
                  "sampled_select", "select_from_rows"],
+    "select": ["top_k_filter", "min_p", "greedy_finds", "draws_follow", "top_p", "the_same_bits", "sampled_select",
+               "select_from_rows"],
+    "top_k": ["top_k_tokens", "the_same_bits"],
     "tree": ["tree_rows", "accept", "drafts_equal"],
 }
 
